@@ -1,0 +1,1 @@
+"""Bulk inference with exllamav2 as Dagster assets."""

@@ -1,0 +1,1 @@
+"""Requests in, completions out: no Dagster and no Parquet in here."""

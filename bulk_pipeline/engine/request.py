@@ -1,0 +1,157 @@
+"""What goes into the engine and what comes out: plain values, no torch, no Dagster.
+
+A ``Request`` carries everything that decides its answer; a ``Completion`` carries the answer
+and how it was reached. One request in is one completion out, whatever happens to it.
+"""
+
+import hashlib
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+REQUEST_KEY_VERSION = 1
+GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: logits divided by it would overflow float32
+MASK_64 = (1 << 64) - 1
+
+
+class Status(StrEnum):
+    """How a request ended; every row of a completions table has one of these."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # cut off at max_new_tokens
+    LOOP = "loop"  # repetition cut off
+    TOO_LONG = "too_long"  # prompt and completion would not fit
+    EMPTY = "empty"  # nothing to ask
+    INVALID = "invalid"  # not usable as a prompt
+    ERROR = "error"  # failed while running; unfinished work
+
+
+READY = "ready"  # a prompt that can run; its completion gets a Status
+NOT_RUN = frozenset({Status.TOO_LONG, Status.EMPTY, Status.INVALID})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Names and off values follow vLLM's.
+
+    Attributes
+    ----------
+    temperature
+        Divides the logits; 0 is greedy.
+    top_p
+        Keep the most probable tokens up to this sum, in (0, 1]; 1 is off.
+    top_k
+        Keep this many most probable tokens; 0 is off.
+    min_p
+        Drop tokens less probable than this share of the best one, in [0, 1]; 0 is off.
+    max_new_tokens
+        Generate at most this many tokens.
+    min_new_tokens
+        Suppress end tokens until this many tokens are generated.
+    seed
+        The request's own 64-bit seed (see `request_seed`); unused when greedy.
+    stop
+        Strings that end the completion; they are not part of its text.
+    stop_token_ids
+        Token ids that end the completion.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the answer does not depend on the seed."""
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to complete: its token ids (not empty) and how to sample."""
+
+    request_id: Hashable
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one request.
+
+    Attributes
+    ----------
+    text
+        Decoded from `token_ids`, without the end token or stop string that ended it.
+    token_ids
+        All tokens generated, the end token (or the stop string's tokens) included.
+    stop_reason
+        The stop string, or the end token's id as text, where `status` is ``stop``.
+    incomplete_character
+        Whether bytes of an unfinished character were removed from the end of `text`.
+    cached_tokens
+        Prompt tokens whose keys and values were reused from the cache.
+    """
+
+    request_id: Hashable
+    status: Status
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    stop_reason: str | None = None
+    incomplete_character: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    error: str | None = None
+
+
+def request_seed(run_seed: int, row_id: str, sample_index: int) -> int:
+    """The 64-bit seed of one sample of one row; it does not depend on where the row stands."""
+    text = json.dumps([run_seed, row_id, sample_index], ensure_ascii=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_fingerprint: str) -> str:
+    """A versioned hash of what decides the answer: 32 hex digits.
+
+    ``max_new_tokens`` is not part of it, so that an answer that stopped by itself serves a
+    request with another limit (see `serves`). Settings without effect do not count: a greedy
+    request has no seed and no top_p, and a top_p of 1 equals none.
+    """
+    effective: dict[str, object] = {
+        "version": REQUEST_KEY_VERSION,
+        "model": model_fingerprint,
+        "min_new_tokens": sampling.min_new_tokens,
+        "stop": sorted(set(sampling.stop)),
+        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+    }
+    if not sampling.is_greedy:
+        effective |= {
+            "temperature": float(sampling.temperature),
+            "top_p": float(sampling.top_p),
+            "top_k": sampling.top_k,
+            "min_p": float(sampling.min_p),
+            "seed": sampling.seed & MASK_64,
+        }
+    digest = hashlib.blake2b(json.dumps(effective, sort_keys=True).encode(), digest_size=16)
+    digest.update(b"".join(int(i).to_bytes(4, "little") for i in input_ids))
+    return digest.hexdigest()
+
+
+def serves(status: str, completion_tokens: int, stored_limit: int, limit: int) -> bool:
+    """Whether a stored completion answers a request of equal key with the limit `limit`.
+
+    It does if it stopped by itself within the limit, or was cut off at the same limit.
+    """
+    if status == Status.LENGTH:
+        return stored_limit == limit
+    return status in (Status.STOP, Status.LOOP) and completion_tokens <= limit

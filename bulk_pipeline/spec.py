@@ -1,0 +1,391 @@
+"""What a user may configure, each field described: the one source for YAML, Python and the docs.
+
+Unknown keys are refused. Paths are resolved with `BulkInferenceSpec.resolve_paths`.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+FAMILIES = ("llama2", "llama3", "chatml", "mistral", "gemma", "phi3", "alpaca", "vicuna", "raw")
+PAGE_TOKENS = 256  # exllamav2's page size; the cache is a whole number of pages
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Source(_Model):
+    id_column: str | None = Field(
+        None,
+        description="Column that identifies a row, unique within a partition. "
+        "Off (null): the row id is a hash of `id_columns`.",
+    )
+    id_columns: list[str] | None = Field(
+        None,
+        description="Columns hashed into the row id where there is no `id_column`. "
+        "Default (null): the columns that the prompt reads.",
+    )
+    limit: int | None = Field(
+        None,
+        ge=1,
+        description="Read at most this many rows of a partition, for a trial. Off: null.",
+    )
+
+
+class FilesSource(_Source):
+    """Rows from files: one input row a JSON line, CSV line, Parquet row or line of text."""
+
+    type: Literal["files"] = Field("files", description="Rows come from files.")
+    path: str | list[str] = Field(
+        description="File, folder or glob, or a list of them; local, or an fsspec URL such as "
+        "s3://bucket/*.jsonl. Relative paths start at the project's folder."
+    )
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text"] = Field(
+        "auto",
+        description="File format; auto takes it from the file's name, a .gz or .zst ending apart. "
+        "A text file has one prompt a line, in the column `text`.",
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options for fsspec's file system. Default: none."
+    )
+
+
+class HuggingFaceSource(_Source):
+    """Rows from a Hugging Face dataset: a hub id, or a folder written by `save_to_disk`."""
+
+    type: Literal["huggingface"] = Field(description="Rows come from a Hugging Face dataset.")
+    dataset: str = Field(description="Hub id, or a folder written by `save_to_disk`.")
+    config: str | None = Field(None, description="Configuration (subset) name. Off: null.")
+    split: str = Field("train", description="Split to read.")
+    revision: str | None = Field(None, description="Branch, tag or commit. Default: the newest.")
+    streaming: bool = Field(
+        False, description="Read from the hub while running instead of downloading first."
+    )
+
+
+class PartitionsSpec(_Model):
+    """How the dataset is cut into Dagster partitions."""
+
+    by: Literal["file", "folder", "rows", "none"] = Field(
+        "none",
+        description="One partition a file, a folder, `rows` rows, or one for everything (`all`). "
+        "A Hugging Face dataset can be cut by rows or not at all.",
+    )
+    rows: int = Field(
+        100_000, ge=1, description="Rows in a partition, where `by` is rows; 1 or more."
+    )
+    max_per_run: int | None = Field(
+        None,
+        ge=1,
+        description="Most partitions in one run of a backfill. Default (null): all of them, so "
+        "that the model is loaded once.",
+    )
+
+
+class PromptSpec(_Model):
+    """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
+
+    column: str | None = Field(None, description="Column that holds the user's message as text.")
+    messages_column: str | None = Field(
+        None,
+        description="Column that holds chat turns, the last one from the user: role/content "
+        "(OpenAI) or from/value (ShareGPT).",
+    )
+    template: str | None = Field(
+        None,
+        description="Jinja template of the user's message over the row's columns, "
+        "such as '{{ question }}'. Runs in a sandbox.",
+    )
+    system: str | None = Field(None, description="System prompt, as text. Off: null.")
+    system_column: str | None = Field(
+        None, description="Column that holds each row's system prompt. Off: null."
+    )
+    chat_template: str = Field(
+        "model",
+        description="Chat template: `model` for the model's own, a family "
+        f"({', '.join(FAMILIES)}), or the path of a Jinja file.",
+    )
+    assistant_prefix: str = Field(
+        "", description="Text that the answer starts with; it is part of the prompt. Off: empty."
+    )
+    too_long: Literal["error_row", "truncate_left", "truncate_right", "truncate_middle", "fail"] = (
+        Field(
+            "error_row",
+            description="What happens to a row whose prompt and completion exceed the model's length: "
+            "it gets the status too_long, its message is cut (never the template), "
+            "or the partition fails.",
+        )
+    )
+    allow_special_tokens: bool = Field(
+        False,
+        description="Whether text such as <|im_end|> inside a row counts as the special token; "
+        "otherwise it is text.",
+    )
+    date: str | None = Field(
+        None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="Date (YYYY-MM-DD) for templates that ask for one. Default: the day a "
+        "partition was first formatted.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        given = [name for name in ("column", "messages_column", "template") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                "set exactly one of column, messages_column and template, "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        if self.system is not None and self.system_column is not None:
+            raise ValueError("set system or system_column, not both")
+        return self
+
+
+class SamplingSpec(_Model):
+    """How completions are sampled and when they end."""
+
+    temperature: float = Field(
+        1.0, ge=0, le=100, description="Divides the logits; 0 (greedy) or more. Neutral: 1."
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Most probable tokens up to this sum, in (0, 1]. Off: 1."
+    )
+    top_k: int = Field(0, ge=0, description="This many most probable tokens; 0 or more. Off: 0.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Tokens at least this share as probable as the best, in [0, 1]. Off: 0.",
+    )
+    max_new_tokens: int = Field(256, ge=1, description="Most tokens of a completion; 1 or more.")
+    min_new_tokens: int = Field(
+        0, ge=0, description="Tokens before an end token may come; 0 or more. Off: 0."
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**63,
+        description="The run's seed, from 0; each sample's own seed is made of it, the row's id "
+        "and the sample's index.",
+    )
+    n: int = Field(1, ge=1, le=1000, description="Samples (completions) of each row; 1 to 1000.")
+    stop: list[str] = Field(
+        default_factory=list,
+        description="Strings that end a completion; they are not part of it. Off: empty.",
+    )
+    stop_token_ids: list[int] = Field(
+        default_factory=list,
+        description="Token ids that end a completion, besides the model's own. Off: empty.",
+    )
+    ignore_eos: bool = Field(
+        False, description="Go on past the model's own end tokens, to max_new_tokens."
+    )
+
+    @model_validator(mode="after")
+    def _limits(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must not exceed max_new_tokens ({self.max_new_tokens}), "
+                f"got {self.min_new_tokens}"
+            )
+        if "" in self.stop:
+            raise ValueError("stop must not hold an empty string; remove it")
+        return self
+
+
+class GeneratorSettings(BaseModel):
+    """The model, and how it is held in memory. The fields of `ExLlamaV2Resource`."""
+
+    model: str = Field(
+        description="Model folder, or hub id (owner/name). Relative paths start at the project's "
+        "folder."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model. Default: the newest."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto is cuda where a GPU is visible, else cpu."
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="Arithmetic on the CPU; a GPU computes in float16."
+    )
+    max_batch_size: int = Field(
+        16, ge=1, le=4096, description="Most requests in generation at once; 1 to 4096."
+    )
+    cache_tokens: int | None = Field(
+        None,
+        ge=PAGE_TOKENS,
+        description="Size of the KV cache in tokens, rounded down to pages of "
+        f"{PAGE_TOKENS}; all requests in generation share it. Default (null): auto, as much as "
+        "the batch can use and memory allows.",
+    )
+    cache_type: Literal["fp16", "q8", "q6", "q4"] = Field(
+        "fp16", description="Precision of the KV cache on a GPU; a CPU keeps it in `dtype`."
+    )
+    max_seq_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of a prompt and its completion together. Default (null): what "
+        "the model was made for.",
+    )
+    max_chunk_size: int = Field(
+        2048,
+        ge=PAGE_TOKENS,
+        multiple_of=PAGE_TOKENS,
+        description=f"Most prompt tokens in one forward pass, a multiple of {PAGE_TOKENS}.",
+    )
+    draft_model: str | None = Field(
+        None,
+        description="Folder or hub id of a smaller model with the same vocabulary, for "
+        "speculative decoding; pays with small batches only. Off: null.",
+    )
+    num_draft_tokens: int = Field(
+        4, ge=1, le=16, description="Tokens drafted a step, where there is a draft model; 1 to 16."
+    )
+
+
+class OutputSpec(_Model):
+    """Where the tables are, how often results are written, and what a partition may lose."""
+
+    root: str = Field(
+        "data/bulk",
+        description="Folder or fsspec URL that holds all tables of the dataset, under its name. "
+        "Relative paths start at the project's folder.",
+    )
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options for fsspec's file system. Default: none."
+    )
+    formats: list[Literal["jsonl", "json", "csv"]] = Field(
+        default_factory=list,
+        description="Further formats of the output table, beside Parquet. Default: none.",
+    )
+    flush_rows: int = Field(
+        1000, ge=1, description="Write finished completions at the latest after this many rows."
+    )
+    flush_seconds: float = Field(
+        30.0, gt=0, description="Write finished completions at the latest after this many seconds."
+    )
+    max_error_rate: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that may end as too_long, empty, invalid or error before "
+        "the partition fails, from 0 to 1. Off: 1.",
+    )
+    preview: bool = Field(
+        True, description="Show up to five short rows in Dagster's metadata. Off: no row text."
+    )
+
+
+class BulkInferenceSpec(_Model):
+    """One dataset: where its rows come from, what is asked, how, and where the answers go."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$",
+        description="Name of the dataset: its asset group, and its folder under output.root. "
+        "Letters, digits and _.",
+    )
+    source: Annotated[FilesSource | HuggingFaceSource, Field(discriminator="type")] = Field(
+        description="Where the rows come from."
+    )
+    prompt: PromptSpec = Field(description="How a row becomes a prompt.")
+    sampling: SamplingSpec = Field(
+        default_factory=SamplingSpec, description="How completions are sampled."
+    )
+    generator: GeneratorSettings | None = Field(
+        None, description="The model, for this dataset alone. Off: null, with generator_resource."
+    )
+    generator_resource: str | None = Field(
+        None,
+        description="Key of an ExLlamaV2Resource that several datasets share, in place of "
+        "`generator`. Off: null.",
+    )
+    partitions: PartitionsSpec = Field(
+        default_factory=PartitionsSpec, description="How the dataset is cut into partitions."
+    )
+    output: OutputSpec = Field(
+        default_factory=OutputSpec, description="Where the tables are and how they are written."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_source_type(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(source := data.get("source"), dict):
+            data = {**data, "source": {"type": "files", **source}}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.generator is None) == (self.generator_resource is None):
+            raise ValueError("set exactly one of generator and generator_resource")
+        if isinstance(self.source, HuggingFaceSource) and self.partitions.by in ("file", "folder"):
+            raise ValueError(
+                "partitions.by must be rows or none for a Hugging Face dataset, "
+                f"got {self.partitions.by}"
+            )
+        return self
+
+    def resolve_paths(self, base: Path) -> Self:
+        """Return the spec with every relative local path made absolute, starting at `base`."""
+
+        def absolute(path: str) -> str:
+            return path if "://" in path or "::" in path else str(base / path)
+
+        def model_path(model: str) -> str:
+            is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+|[\w-][\w.-]*", model)
+            return model if is_hub_id and not (base / model).is_dir() else absolute(model)
+
+        changes: dict[str, Any] = {
+            "output": self.output.model_copy(update={"root": absolute(self.output.root)})
+        }
+        if isinstance(self.source, FilesSource):
+            paths = [self.source.path] if isinstance(self.source.path, str) else self.source.path
+            changes["source"] = self.source.model_copy(
+                update={"path": [absolute(path) for path in paths]}
+            )
+        elif (base / self.source.dataset).is_dir():
+            changes["source"] = self.source.model_copy(
+                update={"dataset": absolute(self.source.dataset)}
+            )
+        if self.prompt.chat_template not in ("model", *FAMILIES):
+            changes["prompt"] = self.prompt.model_copy(
+                update={"chat_template": absolute(self.prompt.chat_template)}
+            )
+        if self.generator is not None:
+            draft = self.generator.draft_model
+            changes["generator"] = self.generator.model_copy(
+                update={
+                    "model": model_path(self.generator.model),
+                    "draft_model": draft and model_path(draft),
+                }
+            )
+        return self.model_copy(update=changes)
+
+
+def load_spec(data: dict[str, Any]) -> BulkInferenceSpec:
+    """Validate a spec given as plain values.
+
+    Raises
+    ------
+    ValueError
+        One line a problem: the field as the user wrote it, the rule, and the value.
+    """
+    try:
+        return BulkInferenceSpec.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(map(_problem, error.errors()))) from None
+
+
+def _problem(error: Any) -> str:
+    field = ".".join(str(part) for part in error["loc"] if part not in ("files", "huggingface"))
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{field}: {message}" if field else message
+    if error["type"] == "extra_forbidden":
+        return f"{field} is not a setting; remove it or correct its name"
+    if error["type"] == "missing":
+        return f"{field} is missing; set it"
+    return f"{field}: {message[0].lower()}{message[1:]}, got {error['input']!r}"

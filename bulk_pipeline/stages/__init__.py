@@ -1,0 +1,1 @@
+"""The work of each asset, without Dagster: plain functions over the store."""

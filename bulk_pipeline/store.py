@@ -1,0 +1,611 @@
+"""Partitioned Parquet tables on a local disk or object storage, committed one way.
+
+``<root>/<dataset>/<table>/<partition>/`` holds immutable parts with unique names, and
+``manifest.json``, which says which of them count and is replaced in one step. A reader that goes
+by the manifest sees one committed state and never half a file; a second writer is kept out by a
+lock (local disks) and by the writer's id and epoch in the manifest (everywhere).
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import filelock
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ValidationError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+SET_ASIDE = "_set_aside"
+ROW_GROUP_ROWS = 8192  # what a reader holds at once
+PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
+
+RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
+TABLES = (RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT)
+
+
+def _field(name: str, type_: pa.DataType, description: str, stable: bool = True) -> pa.Field:
+    """Describe a column; one that is not stable may differ between two equal runs."""
+    metadata = {"description": description} | ({} if stable else {"stable": "false"})
+    return pa.field(name, type_, metadata=metadata)
+
+
+ROW_FIELDS = (
+    _field("row_id", pa.string(), "Identity of the input row, unique in its partition"),
+    _field("row_index", pa.int64(), "Place of the input row in its partition, from 0"),
+)
+ROW_ERROR_FIELD = _field(
+    "row_error", pa.string(), "Why the row cannot be used as it stands in the source, else null"
+)
+
+SAMPLING_TYPE = pa.struct(
+    [
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int64()),
+        ("min_p", pa.float64()),
+        ("max_new_tokens", pa.int64()),
+        ("min_new_tokens", pa.int64()),
+        ("seed", pa.int64()),
+        ("stop", pa.list_(pa.string())),
+        ("stop_token_ids", pa.list_(pa.int64())),
+    ]
+)
+
+PROMPTS_SCHEMA = pa.schema(
+    [
+        *ROW_FIELDS,
+        _field("prompt", pa.string(), "The exact text given to the model"),
+        _field("input_ids", pa.list_(pa.int32()), "The prompt's token ids"),
+        _field("prompt_tokens", pa.int32(), "Number of token ids"),
+        _field("status", pa.string(), "ready, or why the row cannot run"),
+        _field("error", pa.string(), "The reason in words, where status is not ready"),
+        _field("truncated", pa.bool_(), "Whether the row's message was cut to fit"),
+        _field("sampling", SAMPLING_TYPE, "The row's sampling values; seed is the run's"),
+        _field("num_samples", pa.int32(), "How many completions the row asks for"),
+    ]
+)
+
+COMPLETIONS_SCHEMA = pa.schema(
+    [
+        *ROW_FIELDS,
+        _field("sample_index", pa.int32(), "Which of the row's samples, from 0"),
+        _field("turn", pa.int32(), "Which turn of a row with several, from 0"),
+        _field("status", pa.string(), "How the request ended"),
+        _field("completion", pa.string(), "The answer, without what ended it"),
+        _field("completion_ids", pa.list_(pa.int32()), "All generated token ids"),
+        _field("prompt_tokens", pa.int32(), "Tokens of the prompt"),
+        _field("completion_tokens", pa.int32(), "Tokens generated, the end token included"),
+        _field("stop_reason", pa.string(), "The end token's id or the stop string"),
+        _field("incomplete_character", pa.bool_(), "Whether a cut-off character was removed"),
+        _field("seed", pa.uint64(), "The request's own seed; null where sampling is greedy"),
+        _field("max_new_tokens", pa.int32(), "The limit the request ran with"),
+        _field("request_key", pa.string(), "Hash of what decides the answer; null if not run"),
+        _field("error", pa.string(), "Why there is no usable answer, else null"),
+        _field("attempts", pa.int32(), "How often the request was started", stable=False),
+        _field("cached_tokens", pa.int32(), "Prompt tokens found in the cache", stable=False),
+        _field("queue_seconds", pa.float32(), "Seconds in the queue", stable=False),
+        _field("prefill_seconds", pa.float32(), "Seconds to the first token", stable=False),
+        _field("generate_seconds", pa.float32(), "Seconds from then to the last", stable=False),
+    ]
+)
+
+# What the output table takes from a completion, behind the source's columns.
+OUTPUT_FIELDS = tuple(
+    COMPLETIONS_SCHEMA.field(name)
+    for name in (
+        "sample_index",
+        "turn",
+        "status",
+        "completion",
+        "prompt_tokens",
+        "completion_tokens",
+        "stop_reason",
+        "incomplete_character",
+        "seed",
+        "request_key",
+        "error",
+    )
+)
+OUR_COLUMNS = frozenset(
+    field.name for field in (*ROW_FIELDS, ROW_ERROR_FIELD, *PROMPTS_SCHEMA, *COMPLETIONS_SCHEMA)
+)
+
+
+class Part(BaseModel):
+    """One immutable Parquet file of a partition.
+
+    `first_index` and `last_index` are the smallest and largest ``row_index`` in it.
+    """
+
+    name: str
+    rows: int
+    bytes: int
+    first_index: int
+    last_index: int
+
+
+class Writer(BaseModel):
+    """Who holds a partition for writing, or held it last."""
+
+    id: str
+    host: str
+    pid: int
+    started: float
+
+
+class Manifest(BaseModel):
+    """The committed state of one partition of one table."""
+
+    schema_version: int = SCHEMA_VERSION
+    table: str
+    partition: str
+    epoch: int = 0
+    writer: Writer | None = None
+    complete: bool = False
+    parts: list[Part] = []
+    inputs: dict[str, Any] = {}
+    meta: dict[str, Any] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in all parts."""
+        return sum(part.rows for part in self.parts)
+
+
+def check_partition_key(key: str) -> str:
+    """Return `key` if a path may be built from it.
+
+    Raises
+    ------
+    ValueError
+        If it does not match ``[A-Za-z0-9][A-Za-z0-9_.-]{0,149}`` or holds ``..``.
+    """
+    if not PARTITION_KEY.fullmatch(key) or ".." in key:
+        raise ValueError(
+            f"partition key must be 1 to 150 letters, digits, '_', '-' or single '.', "
+            f"starting with a letter or digit, got {key!r}; rename it"
+        )
+    return key
+
+
+class Store:
+    """All tables of one dataset.
+
+    Parameters
+    ----------
+    root
+        Local folder or fsspec URL.
+    dataset
+        The dataset's name, a folder under `root`.
+    storage_options
+        Options of fsspec's file system.
+    """
+
+    def __init__(self, root: str, dataset: str, storage_options: dict[str, Any] | None = None):
+        self.fs, path = fsspec.core.url_to_fs(root, **(storage_options or {}))
+        self.dataset = dataset
+        self.path = f"{path.rstrip('/')}/{dataset}"
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def partition(self, table: str, key: str) -> "Partition":
+        """One partition of one of `TABLES`, whether or not it exists yet."""
+        assert table in TABLES, table
+        return Partition(self, table, check_partition_key(key))
+
+    def read_json(self, name: str) -> Any:
+        """The value stored under `name`, or None."""
+        try:
+            return json.loads(self.fs.cat_file(f"{self.path}/{name}"))
+        except FileNotFoundError:
+            return None
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Store `value` under `name`, in one step."""
+        text = json.dumps(value, indent=1, sort_keys=True)
+        with self.open_atomic(f"{self.path}/{name}") as file:
+            file.write(text.encode())
+
+    @contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Open `path` for writing; it appears, whole, only when the block ends without error."""
+        folder, _, name = path.rpartition("/")
+        if not self.is_local:
+            # An object appears when its upload is closed; one that failed is spooled here only.
+            with tempfile.TemporaryFile() as spool:
+                yield spool
+                spool.seek(0)
+                with self.fs.open(path, "wb") as target:
+                    shutil.copyfileobj(spool, target, 1 << 24)
+            return
+        os.makedirs(folder, exist_ok=True)
+        temporary = f"{folder}/.tmp-{uuid.uuid4().hex}-{name}"
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            _remove_if_there(temporary)
+            raise
+        _sync_folder(folder)
+
+
+class Partition:
+    """One partition of one table: read through its manifest, written through `writer`."""
+
+    def __init__(self, store: Store, table: str, key: str):
+        self.store, self.table, self.key = store, table, key
+        self.path = f"{store.path}/{table}/{key}"
+
+    @property
+    def label(self) -> str:
+        """How messages name the partition."""
+        return f"{self.store.dataset}/{self.table}/{self.key}"
+
+    def manifest(self) -> Manifest | None:
+        """The committed state, or None where nothing was ever written.
+
+        Raises
+        ------
+        ValueError
+            If the manifest cannot be read, or was written by a newer version.
+        """
+        path = f"{self.path}/{MANIFEST}"
+        try:
+            manifest = Manifest.model_validate_json(self.store.fs.cat_file(path))
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            raise ValueError(
+                f"{path} is not a manifest; move the folder away and materialise {self.table} again"
+            ) from None
+        if manifest.schema_version > SCHEMA_VERSION:
+            raise ValueError(
+                f"{path} has schema version {manifest.schema_version}, this version reads up to "
+                f"{SCHEMA_VERSION}; upgrade bulk_pipeline"
+            )
+        return manifest
+
+    def complete_manifest(self) -> Manifest:
+        """The manifest of a finished partition.
+
+        Raises
+        ------
+        ValueError
+            If the partition is missing or unfinished.
+        """
+        manifest = self.manifest()
+        if manifest is None or not manifest.complete:
+            state = "missing" if manifest is None else "unfinished"
+            raise ValueError(
+                f"partition {self.key} of {self.table} is {state}; materialise "
+                f"{self.store.dataset}/{self.table} for it first"
+            )
+        return manifest
+
+    def part_path(self, part: Part) -> str:
+        """Where a part is."""
+        return f"{self.path}/{part.name}"
+
+    def schema(self) -> pa.Schema:
+        """The table's schema, from its first part."""
+        with self._open(self.complete_manifest().parts[0]) as file:
+            return file.schema_arrow
+
+    def read(
+        self, columns: Sequence[str] | None = None, batch_size: int = 1024
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the finished partition's rows, in order, a bounded number at a time."""
+        for part in self.complete_manifest().parts:
+            yield from self.read_part(part, columns, batch_size)
+
+    def read_part(
+        self, part: Part, columns: Sequence[str] | None = None, batch_size: int = 1024
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield one part's rows.
+
+        Raises
+        ------
+        ValueError
+            If the file is missing, or is not the one that was committed.
+        """
+        if problem := self._problem(part):
+            raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
+        with self._open(part) as file:
+            yield from file.iter_batches(batch_size, columns=columns)
+
+    def read_sorted(self, parts: Sequence[Part], batch_size: int = 1024) -> Iterator[pa.Table]:
+        """Merge parts that are each sorted by row_index, sample_index and turn.
+
+        Opens only parts whose row ranges overlap, and holds `batch_size` rows of each.
+        """
+        waiting = sorted(parts, key=lambda part: part.first_index)
+        cursors: list[_Cursor] = []
+        while waiting or cursors:
+            bound = min((cursor.bound() for cursor in cursors), default=None)
+            if waiting and (bound is None or waiting[0].first_index < bound):
+                cursors.append(_Cursor(self.read_part(waiting.pop(0), batch_size=batch_size)))
+                continue
+            assert bound is not None
+            if tables := [table for cursor in cursors if (table := cursor.take_below(bound))]:
+                yield pa.concat_tables(tables).sort_by(
+                    [(name, "ascending") for name in ("row_index", "sample_index", "turn")]
+                )
+            cursors = [cursor for cursor in cursors if not cursor.is_done]
+
+    @contextmanager
+    def writer(self) -> Iterator["PartitionWriter"]:
+        """Hold the partition for writing.
+
+        Raises
+        ------
+        RuntimeError
+            If another run is writing it; the message names that run.
+        """
+        with ExitStack() as stack:
+            if self.store.is_local:
+                os.makedirs(self.path, exist_ok=True)
+                try:
+                    stack.enter_context(filelock.FileLock(f"{self.path}/.lock", timeout=0))
+                except filelock.Timeout:
+                    raise RuntimeError(self._busy(self.manifest())) from None
+            yield PartitionWriter(self)
+
+    def _busy(self, manifest: Manifest | None) -> str:
+        holder = "another run"
+        if manifest and (writer := manifest.writer):
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(writer.started))
+            holder = f"a run on {writer.host} (process {writer.pid}, since {since})"
+        return f"{self.label} is being written by {holder}; wait for it or stop it"
+
+    def _problem(self, part: Part) -> str | None:
+        try:
+            size = self.store.fs.size(self.part_path(part))
+        except FileNotFoundError:
+            return "is missing"
+        return None if size == part.bytes else f"is torn ({size} of {part.bytes} bytes)"
+
+    @contextmanager
+    def _open(self, part: Part) -> Iterator[pq.ParquetFile]:
+        with (
+            self.store.fs.open(self.part_path(part), "rb") as raw,
+            pq.ParquetFile(raw, page_checksum_verification=True) as file,
+        ):
+            yield file
+
+
+class PartitionWriter:
+    """The right to write one partition: adds parts, and says which of them count.
+
+    Attributes
+    ----------
+    manifest
+        The last committed state; parts that turned out torn or missing are not in it.
+    set_aside
+        Files that were found torn or foreign, by their new paths.
+    """
+
+    def __init__(self, partition: Partition):
+        self.partition = partition
+        self.set_aside: list[str] = []
+        manifest = partition.manifest() or Manifest(table=partition.table, partition=partition.key)
+        self.manifest = manifest.model_copy(
+            update={
+                "epoch": manifest.epoch + 1,
+                "writer": Writer(
+                    id=uuid.uuid4().hex,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    started=time.time(),
+                ),
+            }
+        )
+        self._set_aside_strangers()
+        self._write_manifest()
+
+    @contextmanager
+    def new_part(self, schema: pa.Schema) -> Iterator["PartWriter"]:
+        """Write a part, a batch at a time; it counts only once it is committed.
+
+        `PartWriter.part` describes it after the block.
+        """
+        name = f"part-{self.manifest.epoch:06d}-{uuid.uuid4().hex}.parquet"
+        store = self.partition.store
+        metadata = {**(schema.metadata or {}), b"schema_version": str(SCHEMA_VERSION).encode()}
+        with (
+            store.open_atomic(f"{self.partition.path}/{name}") as file,
+            pq.ParquetWriter(
+                file,
+                schema.with_metadata(metadata),
+                compression="zstd",
+                write_page_checksum=True,
+            ) as parquet,
+        ):
+            part_writer = PartWriter(parquet, schema)
+            yield part_writer
+            part_writer.flush()
+        part_writer.part = Part(
+            name=name,
+            rows=part_writer.rows,
+            bytes=store.fs.size(f"{self.partition.path}/{name}"),
+            first_index=part_writer.first_index,
+            last_index=part_writer.last_index,
+        )
+
+    def commit(
+        self,
+        parts: Sequence[Part],
+        complete: bool,
+        inputs: dict[str, Any] | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        """Make `parts` the table, in one step, and delete the parts that were replaced.
+
+        Raises
+        ------
+        RuntimeError
+            If another writer has taken the partition over.
+        """
+        current = self.partition.manifest()
+        if current is None or current.writer != self.manifest.writer:
+            raise RuntimeError(self.partition._busy(current))
+        replaced = {part.name for part in self.manifest.parts} - {part.name for part in parts}
+        self.manifest = self.manifest.model_copy(
+            update={
+                "parts": list(parts),
+                "complete": complete,
+                "inputs": self.manifest.inputs if inputs is None else inputs,
+                "meta": self.manifest.meta if meta is None else meta,
+            }
+        )
+        self._write_manifest()
+        for name in replaced:
+            _delete(self.partition.store, f"{self.partition.path}/{name}")
+
+    def _write_manifest(self) -> None:
+        with self.partition.store.open_atomic(f"{self.partition.path}/{MANIFEST}") as file:
+            file.write(self.manifest.model_dump_json(indent=1).encode())
+
+    def _set_aside_strangers(self) -> None:
+        """Move away what no manifest names and parts that are not as committed."""
+        fs, folder = self.partition.store.fs, self.partition.path
+        torn = {part.name for part in self.manifest.parts if self.partition._problem(part)}
+        known = {part.name for part in self.manifest.parts} - torn
+        files = fs.ls(folder, detail=False) if fs.exists(folder) else []
+        for path in files:
+            name = path.rpartition("/")[2]
+            if name.startswith(".tmp-"):  # an interrupted write of ours
+                _delete(self.partition.store, path)
+            elif name.endswith(".parquet") and name not in known:
+                target = f"{folder}/{SET_ASIDE}/{name}"
+                fs.makedirs(f"{folder}/{SET_ASIDE}", exist_ok=True)
+                fs.mv(path, target)
+                self.set_aside.append(target)
+        if torn:
+            self.manifest.parts = [p for p in self.manifest.parts if p.name not in torn]
+            self.manifest.complete = False
+
+
+class PartWriter:
+    """Collects batches into row groups of one Parquet file."""
+
+    part: Part
+
+    def __init__(self, parquet: pq.ParquetWriter, schema: pa.Schema):
+        self._parquet, self._schema = parquet, schema
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_rows = 0
+        self.rows = 0
+        self.first_index, self.last_index = 0, -1
+
+    def write(self, batch: pa.RecordBatch | pa.Table) -> None:
+        """Add rows; their columns must be the schema's."""
+        if not batch.num_rows:
+            return
+        bounds = pc.min_max(batch.column("row_index"))
+        first, last = bounds["min"].as_py(), bounds["max"].as_py()
+        self.first_index = min(self.first_index, first) if self.rows else first
+        self.last_index = max(self.last_index, last)
+        self.rows += batch.num_rows
+        self._pending.extend(batch.to_batches() if isinstance(batch, pa.Table) else [batch])
+        self._pending_rows += batch.num_rows
+        if self._pending_rows >= ROW_GROUP_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was collected as a row group."""
+        if self._pending:
+            self._parquet.write_table(pa.Table.from_batches(self._pending).cast(self._schema))
+        self._pending, self._pending_rows = [], 0
+
+
+class _Cursor:
+    """A sorted part being merged: the rows read so far that were not taken yet."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]):
+        self._batches = batches
+        self._rows: pa.Table | None = None
+        self._next = next(batches, None)
+        self.is_done = False
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._next is None:
+            self.is_done = self._rows is None or not self._rows.num_rows
+            return
+        tables = [self._rows] if self._rows is not None and self._rows.num_rows else []
+        self._rows = pa.concat_tables([*tables, pa.Table.from_batches([self._next])])
+        self._next = next(self._batches, None)
+
+    def bound(self) -> float:
+        """All of this part's rows below this row_index are at hand."""
+        if self._next is None:
+            return float("inf")
+        assert self._rows is not None
+        return self._rows["row_index"][-1].as_py()
+
+    def take_below(self, bound: float) -> pa.Table | None:
+        """Take the rows at hand with a row_index below `bound`, and read on."""
+        if self._rows is None:
+            return None
+        taken: pa.Table | None
+        if bound == float("inf"):
+            taken, self._rows = self._rows, None
+        else:
+            num = pc.sum(pc.less(self._rows["row_index"], bound)).as_py() or 0
+            taken, self._rows = self._rows.slice(0, num), self._rows.slice(num)
+        if self.bound() == bound or not (self._rows is not None and self._rows.num_rows):
+            self._advance()
+        return taken if taken is not None and taken.num_rows else None
+
+
+def batches_to_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
+    """Put batches together; an empty table of `schema` where there are none."""
+    return pa.Table.from_batches(list(batches) or schema.empty_table().to_batches(), schema)
+
+
+def _delete(store: Store, path: str) -> None:
+    try:
+        store.fs.rm_file(path)
+    except FileNotFoundError:
+        pass
+
+
+def _remove_if_there(path: str) -> None:
+    try:
+        os.remove(path)
+    except FileNotFoundError:
+        pass
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage did to one partition, as `assets.py` shows it."""
+
+    partition: str
+    rows: int
+    path: str
+    metadata: dict[str, Any]
