@@ -114,8 +114,8 @@ class PromptSpec(_Model):
     too_long: Literal["error_row", "truncate_left", "truncate_right", "truncate_middle", "fail"] = (
         Field(
             "error_row",
-            description="What happens to a row whose prompt and completion exceed the model's length: "
-            "it gets the status too_long, its message is cut (never the template), "
+            description="What happens to a row whose prompt and completion exceed the model's "
+            "length: it gets the status too_long, its message is cut (never the template), "
             "or the partition fails.",
         )
     )
@@ -304,10 +304,12 @@ class BulkInferenceSpec(_Model):
         "`generator`. Off: null.",
     )
     partitions: PartitionsSpec = Field(
-        default_factory=PartitionsSpec, description="How the dataset is cut into partitions."
+        default_factory=PartitionsSpec,
+        description="How the dataset is cut into partitions.",
     )
     output: OutputSpec = Field(
-        default_factory=OutputSpec, description="Where the tables are and how they are written."
+        default_factory=OutputSpec,
+        description="Where the tables are and how they are written.",
     )
 
     @model_validator(mode="before")
