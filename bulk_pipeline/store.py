@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 SET_ASIDE = "_set_aside"
+TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
 ROW_GROUP_ROWS = 8192  # what a reader holds at once
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 
@@ -206,6 +207,14 @@ class Store:
         assert table in TABLES, table
         return Partition(self, table, check_partition_key(key))
 
+    def partition_keys(self, table: str) -> list[str]:
+        """Keys of the partitions of a table that were begun, sorted."""
+        try:
+            folders = self.fs.ls(f"{self.path}/{table}", detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(folder.rstrip("/").rpartition("/")[2] for folder in folders)
+
     def read_json(self, name: str) -> Any:
         """The value stored under `name`, or None."""
         try:
@@ -232,7 +241,7 @@ class Store:
                     shutil.copyfileobj(spool, target, 1 << 24)
             return
         os.makedirs(folder, exist_ok=True)
-        temporary = f"{folder}/.tmp-{uuid.uuid4().hex}-{name}"
+        temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}-{name}"
         try:
             with open(temporary, "wb") as file:
                 yield file
@@ -348,6 +357,13 @@ class Partition:
                 )
             cursors = [cursor for cursor in cursors if not cursor.is_done]
 
+    def delete(self, name: str) -> None:
+        """Delete a file of the partition, if it is there."""
+        try:
+            self.store.fs.rm_file(f"{self.path}/{name}")
+        except FileNotFoundError:
+            pass
+
     @contextmanager
     def writer(self) -> Iterator["PartitionWriter"]:
         """Hold the partition for writing.
@@ -419,12 +435,14 @@ class PartitionWriter:
         self._write_manifest()
 
     @contextmanager
-    def new_part(self, schema: pa.Schema) -> Iterator["PartWriter"]:
+    def new_part(self, schema: pa.Schema, temporary: bool = False) -> Iterator["PartWriter"]:
         """Write a part, a batch at a time; it counts only once it is committed.
 
-        `PartWriter.part` describes it after the block.
+        `PartWriter.part` describes it after the block. A `temporary` part is never committed:
+        it is deleted with `discard`, or by the next writer.
         """
-        name = f"part-{self.manifest.epoch:06d}-{uuid.uuid4().hex}.parquet"
+        prefix = TEMPORARY if temporary else "part-"
+        name = f"{prefix}{self.manifest.epoch:06d}-{uuid.uuid4().hex}.parquet"
         store = self.partition.store
         metadata = {**(schema.metadata or {}), b"schema_version": str(SCHEMA_VERSION).encode()}
         with (
@@ -475,7 +493,12 @@ class PartitionWriter:
         )
         self._write_manifest()
         for name in replaced:
-            _delete(self.partition.store, f"{self.partition.path}/{name}")
+            self.partition.delete(name)
+
+    def discard(self, parts: Sequence[Part]) -> None:
+        """Delete temporary parts."""
+        for part in parts:
+            self.partition.delete(part.name)
 
     def _write_manifest(self) -> None:
         with self.partition.store.open_atomic(f"{self.partition.path}/{MANIFEST}") as file:
@@ -489,8 +512,8 @@ class PartitionWriter:
         files = fs.ls(folder, detail=False) if fs.exists(folder) else []
         for path in files:
             name = path.rpartition("/")[2]
-            if name.startswith(".tmp-"):  # an interrupted write of ours
-                _delete(self.partition.store, path)
+            if name.startswith(TEMPORARY):  # an interrupted write of ours
+                self.partition.delete(name)
             elif name.endswith(".parquet") and name not in known:
                 target = f"{folder}/{SET_ASIDE}/{name}"
                 fs.makedirs(f"{folder}/{SET_ASIDE}", exist_ok=True)
@@ -572,18 +595,6 @@ class _Cursor:
         if self.bound() == bound or not (self._rows is not None and self._rows.num_rows):
             self._advance()
         return taken if taken is not None and taken.num_rows else None
-
-
-def batches_to_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
-    """Put batches together; an empty table of `schema` where there are none."""
-    return pa.Table.from_batches(list(batches) or schema.empty_table().to_batches(), schema)
-
-
-def _delete(store: Store, path: str) -> None:
-    try:
-        store.fs.rm_file(path)
-    except FileNotFoundError:
-        pass
 
 
 def _remove_if_there(path: str) -> None:

@@ -1,0 +1,41 @@
+# make demo | test | lint | dev     (README.md)
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := data/models/smollm2-135m-instruct
+export DAGSTER_HOME := $(CURDIR)/.dagster_home
+
+.PHONY: demo test lint dev ready
+.DELETE_ON_ERROR:
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(DAGSTER_HOME)/dagster.yaml: dagster.yaml
+	mkdir -p $(@D)
+	cp $< $@
+
+$(MODEL)/config.json: | $(VENV)/.installed
+	$(BIN)/python -m bulk_pipeline.embedded_model $(MODEL)
+
+ready: $(VENV)/.installed $(DAGSTER_HOME)/dagster.yaml $(MODEL)/config.json
+
+demo: ready  ## Run the sample dataset through the small model and show the answers
+	$(BIN)/bulk-pipeline partitions sync demo
+	$(BIN)/dagster asset materialize -m bulk_pipeline.definitions --select 'group:demo' \
+	  --partition-range everyday...knowledge_and_code
+	$(BIN)/bulk-pipeline show demo --rows 0
+
+test: ready  ## Run all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed  ## Check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+dev: ready  ## Start Dagster's UI on http://localhost:3000
+	$(BIN)/bulk-pipeline partitions sync
+	$(BIN)/dagster dev

@@ -1,0 +1,249 @@
+"""The four assets of a dataset: thin shells over `stages`, the only place they meet Dagster.
+
+Each works on one partition after the other. A partition that fails does not stop the others;
+the step raises at the end and names them.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dagster as dg
+
+from bulk_pipeline import checks
+from bulk_pipeline.resources import ExLlamaV2Resource
+from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.store import (
+    COMPLETIONS,
+    OUTPUT,
+    PROMPTS,
+    RAW_DATASET,
+    StageReport,
+    Store,
+)
+
+GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
+ALL = "all"  # the only key of a dataset that is not cut
+
+Work = Callable[[str], StageReport]
+
+
+def open_store(spec: BulkInferenceSpec) -> Store:
+    """The store that holds the dataset's tables."""
+    return Store(spec.output.root, spec.name, spec.output.storage_options)
+
+
+def partitions_definition(spec: BulkInferenceSpec) -> dg.PartitionsDefinition:
+    """One definition a dataset, the same on all four assets."""
+    if spec.partitions.by == "none":
+        return dg.StaticPartitionsDefinition([ALL])
+    return dg.DynamicPartitionsDefinition(name=f"{spec.name}_partitions")
+
+
+def asset_key(spec: BulkInferenceSpec, table: str) -> dg.AssetKey:
+    """``<dataset>/<table>``."""
+    return dg.AssetKey([spec.name, table])
+
+
+def build_assets(spec: BulkInferenceSpec, resource_key: str) -> list[dg.AssetsDefinition]:
+    """raw_dataset → prompts → completions → output, over one partitions definition."""
+    return [
+        _raw_dataset(spec),
+        _prompts(spec, resource_key),
+        _completions(spec, resource_key),
+        _output(spec),
+    ]
+
+
+def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str]) -> dict[str, Any]:
+    limit = spec.partitions.max_per_run
+    check = checks.CHECKS.get(table)
+    key = asset_key(spec, table)
+    return {
+        "key": key,
+        "deps": [asset_key(spec, name) for name in upstream],
+        "group_name": spec.name,
+        "partitions_def": partitions_definition(spec),
+        "backfill_policy": (
+            dg.BackfillPolicy.multi_run(limit) if limit else dg.BackfillPolicy.single_run()
+        ),
+        "check_specs": [dg.AssetCheckSpec(check, asset=key)] if check else [],
+        "metadata": {"bulk_pipeline/root": spec.output.root},
+        "kinds": {"parquet"},
+    }
+
+
+def _raw_dataset(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
+    @dg.asset(
+        **_asset_options(spec, RAW_DATASET, []),
+        description="The source's rows, each with an identity and a place.",
+    )
+    def raw_dataset(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        from bulk_pipeline.stages.ingest import ingest_partition
+
+        store = open_store(spec)
+        keys = _each_partition(
+            context, store, RAW_DATASET, lambda key: ingest_partition(spec, store, key)
+        )
+        return dg.MaterializeResult(check_results=[checks.check_unique_row_ids(store, keys)])
+
+    return raw_dataset
+
+
+def _prompts(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
+    @dg.asset(
+        **_asset_options(spec, PROMPTS, [RAW_DATASET]),
+        required_resource_keys={resource_key},
+        description="Each row rendered with the chat template and tokenised.",
+    )
+    def prompts(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        from bulk_pipeline.stages.format import format_partition
+
+        store, model = open_store(spec), _model(context, resource_key)
+        _each_partition(
+            context, store, PROMPTS, lambda key: format_partition(spec, store, key, model)
+        )
+        return dg.MaterializeResult()
+
+    return prompts
+
+
+def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
+    @dg.asset(
+        **_asset_options(spec, COMPLETIONS, [PROMPTS]),
+        required_resource_keys={resource_key},
+        pool=GPU_POOL,
+        description="The model's answer to every prompt, sample by sample.",
+    )
+    def completions(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        from bulk_pipeline.engine.loading import settings_fingerprint
+        from bulk_pipeline.stages.complete import complete_partition
+
+        store, model = open_store(spec), _model(context, resource_key)
+        fingerprint = settings_fingerprint(model)
+
+        def work(key: str) -> StageReport:
+            return complete_partition(
+                spec,
+                store,
+                key,
+                model.generator,
+                fingerprint,
+                cache_tokens=model.cache_tokens,
+                on_progress=lambda progress: context.log.info(str(progress)),
+            )
+
+        keys = _each_partition(context, store, COMPLETIONS, work)
+        return dg.MaterializeResult(
+            metadata={"model_loads": model.num_loads},
+            check_results=[checks.check_error_rate(store, keys)],
+        )
+
+    return completions
+
+
+def _output(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
+    @dg.asset(
+        **_asset_options(spec, OUTPUT, [RAW_DATASET, COMPLETIONS]),
+        description="Every answer beside its row, in the source's order.",
+    )
+    def output(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        from bulk_pipeline.stages.join import join_partition, preview
+
+        store = open_store(spec)
+
+        def extra(key: str) -> dict[str, Any]:
+            if not spec.output.preview:
+                return {}
+            rows = preview(store.partition(OUTPUT, key))
+            return {"preview": dg.MetadataValue.md(_markdown_table(rows))} if rows else {}
+
+        keys = _each_partition(
+            context, store, OUTPUT, lambda key: join_partition(spec, store, key), extra
+        )
+        return dg.MaterializeResult(check_results=[checks.check_conservation(store, keys)])
+
+    return output
+
+
+def _model(context: dg.AssetExecutionContext, resource_key: str) -> ExLlamaV2Resource:
+    return getattr(context.resources, resource_key)
+
+
+def _each_partition(
+    context: dg.AssetExecutionContext,
+    store: Store,
+    table: str,
+    work: Work,
+    extra: Callable[[str], dict[str, Any]] = lambda key: {},
+) -> list[str]:
+    """Run `work` on every partition of the run; returns their keys.
+
+    A finished partition is recorded at once, so that it stays materialised whatever happens to
+    the rest of the run; the event at the end of the step repeats it.
+    """
+    import polars as pl
+
+    keys = sorted(context.partition_keys)
+    if not keys:
+        raise dg.Failure(
+            f"no partition of {store.dataset} is in the range asked for; name its ends in the "
+            f"order of registration",
+            allow_retries=False,
+        )
+    failures: dict[str, BaseException] = {}
+    for key in keys:
+        started = time.monotonic()
+        try:
+            report = work(key)
+        # A polars panic is a BaseException, but an error and not an interrupt.
+        except (Exception, pl.exceptions.PanicException) as error:
+            context.log.error(f"partition {key}: {error}", exc_info=sys.exc_info())
+            failures[key] = error
+            continue
+        seconds = time.monotonic() - started
+        context.log.info(f"partition {key}: {report.rows} rows in {seconds:.1f} s")
+        metadata = _metadata(store, table, report) | extra(key)
+        context.add_asset_metadata(metadata, partition_key=key)
+        context.log_event(
+            dg.AssetMaterialization(context.asset_key, metadata=metadata, partition=key)
+        )
+    if failures:
+        reasons = "; ".join(f"{key}: {error}" for key, error in failures.items())
+        raise dg.Failure(
+            f"{len(failures)} of {len(keys)} partitions failed: {reasons}", allow_retries=False
+        )
+    return keys
+
+
+def _metadata(store: Store, table: str, report: StageReport) -> dict[str, Any]:
+    schema = store.partition(table, report.partition).schema()
+    columns = [
+        dg.TableColumn(
+            field.name,
+            str(field.type),
+            description=(field.metadata or {}).get(b"description", b"").decode() or None,
+        )
+        for field in schema
+    ]
+    return {
+        "dagster/partition_row_count": dg.MetadataValue.int(report.rows),
+        "dagster/column_schema": dg.TableSchema(columns=columns),
+        "path": dg.MetadataValue.path(report.path),
+        **report.metadata,
+    }
+
+
+def _markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a Markdown table; row text cannot end a cell or start a tag."""
+
+    def cell(value: Any) -> str:
+        text = "" if value is None else str(value)
+        for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("\n", " ")):
+            text = text.replace(character, escaped)
+        return text
+
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([cell(row[name]) for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,134 @@
+"""The command line: ``bulk-pipeline``."""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import click
+import dagster as dg
+import polars as pl
+
+from bulk_pipeline.automation import SYNC_TAG
+from bulk_pipeline.store import COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
+from bulk_pipeline.tables import scan_table
+
+SHOWN = ("status", "completion_tokens", "completion")
+
+module_option = click.option(
+    "-m",
+    "--module",
+    default="bulk_pipeline.definitions",
+    show_default=True,
+    help="Python module that holds the Dagster definitions.",
+)
+
+
+@click.group()
+def main() -> None:
+    """Put whole datasets of prompts through a language model."""
+
+
+@main.group()
+def partitions() -> None:
+    """The partitions of the datasets."""
+
+
+@partitions.command()
+@module_option
+@click.argument("datasets", nargs=-1)
+def sync(module: str, datasets: Sequence[str]) -> None:
+    """Register the sources' partitions with Dagster; of all datasets, or of those named."""
+    if not os.environ.get("DAGSTER_HOME"):
+        raise click.ClickException(
+            "DAGSTER_HOME is not set, so nothing would remember the partitions; set it to the "
+            "folder that holds dagster.yaml"
+        )
+    definitions = _load_definitions(module)
+    jobs = {
+        job.tags[SYNC_TAG]: job
+        for job in definitions.resolve_all_job_defs()
+        if SYNC_TAG in job.tags
+    }
+    _check_names(datasets, jobs, module)
+    logging.getLogger("dagster").setLevel(logging.ERROR)
+    with dg.DagsterInstance.get() as instance:
+        for name in datasets or sorted(jobs):
+            try:
+                result = jobs[name].execute_in_process(instance=instance)
+            except ValueError as error:
+                raise click.ClickException(f"{name}: {error}") from None
+            new = result.output_for_node(f"{name}_find_partitions")
+            click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
+
+
+@main.command()
+@module_option
+@click.option("--rows", default=20, show_default=True, help="Most rows to show; 0 for all.")
+@click.option("--columns", help="Columns to show, separated by commas.")
+@click.argument("dataset")
+def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
+    """Print a dataset's output table, and where it is."""
+    roots = {
+        key.path[0]: metadata["bulk_pipeline/root"].value
+        for key, metadata in _asset_metadata(_load_definitions(module)).items()
+        if key.path[-1] == OUTPUT and "bulk_pipeline/root" in metadata
+    }
+    _check_names([dataset], roots, module)
+    try:
+        table = scan_table(roots[dataset], dataset).collect()
+    except FileNotFoundError as error:
+        raise click.ClickException(str(error)) from None
+    ours = {field.name for field in (*ROW_FIELDS, *COMPLETIONS_SCHEMA)}
+    names = (
+        columns.split(",")
+        if columns
+        else [
+            *(name for name in table.columns if name not in ours and name != "partition"),
+            *SHOWN,
+        ]
+    )
+    if missing := [name for name in names if name not in table.columns]:
+        raise click.ClickException(
+            f"--columns: no column {', '.join(missing)}; there are {', '.join(table.columns)}"
+        )
+    shown = table.select(names)
+    with pl.Config(
+        tbl_rows=-1,
+        tbl_cols=-1,
+        fmt_str_lengths=60,
+        tbl_width_chars=200,
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+    ):
+        click.echo(shown.head(rows) if rows else shown)
+    counts = table.group_by("status").len().sort("len", "status", descending=[True, False])
+    by_status = ", ".join(f"{count} {status}" for status, count in counts.iter_rows())
+    click.echo(f"{table.height} rows ({by_status})")
+    click.echo(f"{roots[dataset]}/{dataset}/{OUTPUT}")
+
+
+def _load_definitions(module: str) -> dg.Definitions:
+    sys.path.insert(0, os.getcwd())
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--module: cannot import {module}: {error}") from None
+    found = getattr(loaded, "defs", None)
+    definitions = found() if callable(found) else found
+    if not isinstance(definitions, dg.Definitions):
+        raise click.ClickException(f"--module: {module} has no Definitions named defs; name one")
+    return definitions
+
+
+def _asset_metadata(definitions: dg.Definitions) -> dict[dg.AssetKey, dict]:
+    graph = definitions.resolve_asset_graph()
+    return {key: dict(graph.get(key).metadata) for key in graph.get_all_asset_keys()}
+
+
+def _check_names(asked: Sequence[str], known: Mapping[str, object], module: str) -> None:
+    if unknown := [name for name in asked if name not in known]:
+        raise click.ClickException(
+            f"no dataset {', '.join(unknown)} in {module}; there are {', '.join(sorted(known))}"
+        )

@@ -1,0 +1,197 @@
+"""raw_dataset + completions → output: every request beside its row, in the source's order."""
+
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import IO, Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.stages.rows import RowStream
+from bulk_pipeline.store import (
+    COMPLETIONS,
+    OUTPUT,
+    OUTPUT_FIELDS,
+    RAW_DATASET,
+    ROW_ERROR_FIELD,
+    Partition,
+    StageReport,
+    Store,
+)
+
+PREVIEW_ROWS = 5
+
+
+def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageReport:
+    """Join a partition's rows with their completions; a streaming merge on ``row_index``.
+
+    Writes the Parquet table, and ``output.<format>`` beside it for each of `output.formats`.
+
+    Raises
+    ------
+    ValueError
+        If an upstream table is missing or unfinished, or does not belong to the other.
+    RuntimeError
+        If another run is writing the partition.
+    """
+    raw, completions = store.partition(RAW_DATASET, key), store.partition(COMPLETIONS, key)
+    raw_manifest, completions_manifest = raw.complete_manifest(), completions.complete_manifest()
+    source_columns = [field for field in raw.schema() if field.name != ROW_ERROR_FIELD.name]
+    schema = pa.schema([*source_columns, *OUTPUT_FIELDS])
+    output = store.partition(OUTPUT, key)
+    formats = set(spec.output.formats)
+    tokens = 0
+    with output.writer() as writer:
+        with ExitStack() as stack:
+            part = stack.enter_context(writer.new_part(schema))
+            sinks = [part.write, *(stack.enter_context(_export(output, f)) for f in formats)]
+            for table in _joined(raw, completions, schema):
+                tokens += pc.sum(table["completion_tokens"]).as_py()
+                for sink in sinks:
+                    sink(table)
+        _check_conserved(key, part.part.rows, completions_manifest.num_rows)
+        writer.commit(
+            [part.part],
+            complete=True,
+            inputs={
+                table: [part.name for part in manifest.parts]
+                for table, manifest in (
+                    (RAW_DATASET, raw_manifest),
+                    (COMPLETIONS, completions_manifest),
+                )
+            },
+            meta=completions_manifest.meta,
+        )
+        for name in _EXPORTERS.keys() - formats:
+            output.delete(f"output.{name}")
+    return StageReport(
+        partition=key,
+        rows=part.part.rows,
+        path=output.part_path(part.part),
+        metadata={
+            "input_rows": raw_manifest.num_rows,
+            "completion_tokens": tokens,
+            **{
+                f"status_{status}": count
+                for status, count in completions_manifest.meta["status_counts"].items()
+            },
+        },
+    )
+
+
+def preview(partition: Partition, max_characters: int = 200) -> list[dict[str, Any]]:
+    """The first few rows of a finished output partition, long values cut."""
+    batch = next(iter(partition.read(batch_size=PREVIEW_ROWS)), None)
+    rows = batch.to_pylist() if batch is not None else []
+    return [{name: _short(value, max_characters) for name, value in row.items()} for row in rows]
+
+
+def _short(value: Any, max_characters: int) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
+
+
+def _joined(raw: Partition, completions: Partition, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield the joined rows; checks that each completion's row has the same row_id."""
+    names = [name for name in schema.names if name not in {f.name for f in OUTPUT_FIELDS}]
+    rows = RowStream(raw.read(names))
+    wanted = ["row_id", "row_index", *(field.name for field in OUTPUT_FIELDS)]
+    next_index = 0
+    for batch in completions.read(wanted):
+        found = rows.take(batch.column("row_index"))
+        if found["row_id"].combine_chunks() != batch.column("row_id"):
+            raise ValueError(
+                f"partition {raw.key}: {COMPLETIONS} was made from another {RAW_DATASET}; "
+                f"materialise prompts and completions again"
+            )
+        distinct = np.unique(batch.column("row_index").to_numpy())
+        assert distinct[0] in (next_index - 1, next_index), (distinct[0], next_index)
+        assert (np.diff(distinct) == 1).all(), distinct
+        next_index = distinct[-1] + 1
+        columns = [found[name] for name in names]
+        columns += [batch.column(field.name) for field in OUTPUT_FIELDS]
+        yield pa.Table.from_arrays(columns, schema=schema)
+    num_rows = raw.complete_manifest().num_rows
+    if next_index != num_rows:
+        raise ValueError(
+            f"partition {raw.key}: {COMPLETIONS} has rows 0 to {next_index - 1}, {RAW_DATASET} "
+            f"has {num_rows}; materialise prompts and completions again"
+        )
+
+
+def _check_conserved(key: str, rows: int, expected: int) -> None:
+    if rows != expected:
+        raise AssertionError(f"partition {key}: {rows} output rows for {expected} completions")
+
+
+@contextmanager
+def _export(output: Partition, name: str) -> Iterator[Callable[[pa.Table], None]]:
+    """Open ``output.<name>``; it appears, whole, when the block ends without error."""
+    path = f"{output.path}/output.{name}"
+    with output.store.open_atomic(path) as file, _EXPORTERS[name](file) as write:
+        yield write
+
+
+def _to_json(row: dict[str, Any]) -> bytes:
+    return orjson.dumps(row, default=str)
+
+
+@contextmanager
+def _export_jsonl(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+    yield lambda table: file.writelines(_to_json(row) + b"\n" for row in table.to_pylist())
+
+
+@contextmanager
+def _export_json(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+    separator = b"["
+
+    def write(table: pa.Table) -> None:
+        nonlocal separator
+        for row in table.to_pylist():
+            file.write(separator + b"\n" + _to_json(row))
+            separator = b","
+
+    yield write
+    file.write(b"[]\n" if separator == b"[" else b"\n]\n")
+
+
+@contextmanager
+def _export_csv(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+    """Text as it is; lists and structs as JSON text; null as an empty field."""
+    has_header = False
+
+    def write(table: pa.Table) -> None:
+        nonlocal has_header
+        text = _Utf8(file)
+        rows = csv.writer(text)
+        if not has_header:
+            rows.writerow(table.column_names)
+            has_header = True
+        for row in table.to_pylist():
+            rows.writerow(
+                orjson.dumps(value, default=str).decode()
+                if isinstance(value, list | dict)
+                else value
+                for value in row.values()
+            )
+
+    yield write
+
+
+class _Utf8:
+    """What `csv.writer` writes to, over a binary file."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(text.encode())
+
+
+_EXPORTERS = {"jsonl": _export_jsonl, "json": _export_json, "csv": _export_csv}

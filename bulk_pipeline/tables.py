@@ -1,0 +1,65 @@
+"""Reading finished tables with polars, by their manifests."""
+
+from typing import Any
+
+import polars as pl
+
+from bulk_pipeline.store import OUTPUT, Partition, Store
+
+
+def scan_partition(partition: Partition) -> pl.LazyFrame:
+    """One finished partition, lazily.
+
+    Raises
+    ------
+    ValueError
+        If it is missing or unfinished.
+    """
+    paths = [partition.part_path(part) for part in partition.complete_manifest().parts]
+    return pl.concat([_scan(partition.store, path) for path in paths])
+
+
+def scan_table(
+    root: str,
+    dataset: str,
+    table: str = OUTPUT,
+    storage_options: dict[str, Any] | None = None,
+) -> pl.LazyFrame:
+    """All finished partitions of a table, lazily, in the order of their keys.
+
+    Parameters
+    ----------
+    root
+        The dataset's ``output.root``.
+    table
+        ``raw_dataset``, ``prompts``, ``completions`` or ``output``.
+
+    Returns
+    -------
+    LazyFrame
+        The table's columns and ``partition``; a column that a partition lacks is null there.
+
+    Raises
+    ------
+    FileNotFoundError
+        If no partition of the table is finished.
+    """
+    store = Store(root, dataset, storage_options)
+    frames = []
+    for key in store.partition_keys(table):
+        partition = store.partition(table, key)
+        manifest = partition.manifest()
+        if manifest is not None and manifest.complete:
+            frames.append(scan_partition(partition).with_columns(pl.lit(key).alias("partition")))
+    if not frames:
+        raise FileNotFoundError(
+            f"{store.path}/{table} has no finished partition; materialise {dataset}/{table} first"
+        )
+    return pl.concat(frames, how="diagonal_relaxed")
+
+
+def _scan(store: Store, path: str) -> pl.LazyFrame:
+    if store.is_local:
+        return pl.scan_parquet(path)
+    with store.fs.open(path, "rb") as file:
+        return pl.read_parquet(file).lazy()

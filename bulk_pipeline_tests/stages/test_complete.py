@@ -1,0 +1,301 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bulk_pipeline.stages.complete import MAX_ATTEMPTS, complete_partition
+from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, StageReport
+from bulk_pipeline_tests.factories import (
+    KEY,
+    EchoGenerator,
+    make_prompt,
+    make_spec,
+    make_store,
+    read_rows,
+    write_prompts,
+)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return make_spec(tmp_path)
+
+
+@pytest.fixture
+def store(spec):
+    return make_store(spec)
+
+
+def complete(spec, store, generator=None, fingerprint="model", **kwargs) -> StageReport:
+    generator = generator or EchoGenerator()
+    return complete_partition(spec, store, KEY, lambda: generator, fingerprint, **kwargs)
+
+
+def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
+    assert "generate_seconds" in unstable
+    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
+
+
+def texts(store) -> list[str | None]:
+    return [row["completion"] for row in read_rows(store, COMPLETIONS)]
+
+
+def test_each_request_is_answered_once_in_order(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(25)])
+    report = complete(spec, store)
+    rows = read_rows(store, COMPLETIONS)
+    assert [row["row_index"] for row in rows] == list(range(25))
+    assert [row["row_id"] for row in rows] == [f"row-{i}" for i in range(25)]
+    assert [row["completion"] for row in rows] == [f"1 2 3 {i}" for i in range(25)]
+    assert report.rows == 25
+    assert report.metadata["requests_run"] == 25
+    assert report.metadata["status_stop"] == 25
+
+
+def test_rows_that_cannot_run_keep_their_status_and_never_reach_the_model(spec, store):
+    bad = [
+        make_prompt(1, status="invalid", error="not text", input_ids=[]),
+        make_prompt(2, status="empty", error="no text", input_ids=[]),
+        make_prompt(3, status="too_long", error="9 tokens over", num_samples=2),
+    ]
+    write_prompts(store, [make_prompt(0), *bad])
+    generator = EchoGenerator()
+    complete(spec, store, generator)
+    found = [(r["status"], r["error"], r["sample_index"]) for r in read_rows(store, COMPLETIONS)]
+    assert found == [
+        ("stop", None, 0),
+        ("invalid", "not text", 0),
+        ("empty", "no text", 0),
+        ("too_long", "9 tokens over", 0),
+        ("too_long", "9 tokens over", 1),
+    ]
+    assert len(generator.requests) == 1
+
+
+def test_a_partition_of_no_rows_is_completed_without_the_model(spec, store):
+    write_prompts(store, [])
+    report = complete_partition(
+        spec, store, KEY, lambda: pytest.fail("the model was loaded"), "model"
+    )
+    assert report.rows == 0
+    assert read_rows(store, COMPLETIONS) == []
+
+
+def test_samples_have_seeds_of_their_own(spec, store):
+    sampling = {"temperature": 1.0}
+    write_prompts(store, [make_prompt(i, num_samples=3, sampling=sampling) for i in range(2)])
+    complete(spec, store)
+    rows = read_rows(store, COMPLETIONS)
+    assert [(r["row_index"], r["sample_index"]) for r in rows] == [
+        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
+    ]  # fmt: skip
+    assert len({row["seed"] for row in rows}) == 6
+    assert all(row["completion"].endswith(f"seed {row['seed']}") for row in rows)
+
+
+def test_equal_greedy_requests_run_once_and_fan_out(spec, store):
+    same = [make_prompt(i, input_ids=[7, 7], num_samples=2) for i in range(3)]
+    write_prompts(store, [*same, make_prompt(3, input_ids=[7, 7], sampling={"max_new_tokens": 9})])
+    generator = EchoGenerator()
+    report = complete(spec, store, generator)
+    assert len(generator.requests) == 2  # one a limit
+    assert texts(store) == ["7 7"] * 7
+    assert [row["row_id"] for row in read_rows(store, COMPLETIONS)] == [
+        "row-0", "row-0", "row-1", "row-1", "row-2", "row-2", "row-3",
+    ]  # fmt: skip
+    assert report.metadata["requests_shared"] == 5
+
+
+def test_a_second_run_runs_nothing(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(5)])
+    complete(spec, store)
+    before = store.partition(COMPLETIONS, KEY).manifest().parts
+    report = complete_partition(
+        spec, store, KEY, lambda: pytest.fail("the model was loaded"), "model"
+    )
+    assert report.metadata["requests_reused"] == 5
+    assert store.partition(COMPLETIONS, KEY).manifest().parts == before
+
+
+@pytest.mark.parametrize(
+    ("change", "num_run"),
+    [
+        ({"sampling": {"max_new_tokens": 20}}, 0),  # it had stopped by itself within 8
+        ({"sampling": {"max_new_tokens": 2}}, 1),  # it took 4
+        ({"sampling": {"min_new_tokens": 1}}, 1),
+        ({"sampling": {"stop": ["x"]}}, 1),
+        ({"sampling": {"top_p": 0.5}}, 0),  # greedy: without effect
+        ({"sampling": {"temperature": 0.5}}, 1),
+        ({"input_ids": [1, 2, 3, 99]}, 1),
+        ({"row_id": "renamed"}, 0),
+    ],
+)
+def test_only_a_changed_request_runs_again(spec, store, change, num_run):
+    rows = [make_prompt(i) for i in range(4)]
+    write_prompts(store, rows)
+    complete(spec, store)
+    write_prompts(store, [*rows[:3], make_prompt(3, **change)])
+    generator = EchoGenerator()
+    complete(spec, store, generator)
+    assert len(generator.requests) == num_run
+    found = read_rows(store, COMPLETIONS)
+    assert [row["row_index"] for row in found] == [0, 1, 2, 3]
+    assert found[3]["row_id"] == change.get("row_id", "row-3")
+
+
+def test_another_model_runs_everything_again(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+    complete(spec, store)
+    generator = EchoGenerator()
+    complete(spec, store, generator, fingerprint="another")
+    assert len(generator.requests) == 4
+    assert len(read_rows(store, COMPLETIONS)) == 4
+
+
+def test_reordered_grown_and_shrunk_rows_keep_their_answers(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(6)])
+    complete(spec, store)
+    order = [5, 9, 3, 0, 8]
+    write_prompts(
+        store,
+        [
+            make_prompt(place, row_id=f"row-{i}", input_ids=[1, 2, 3, i])
+            for place, i in enumerate(order)
+        ],
+    )
+    generator = EchoGenerator()
+    complete(spec, store, generator)
+    assert [request.input_ids[-1] for request in generator.requests] == [9, 8]
+    rows = read_rows(store, COMPLETIONS)
+    assert [(r["row_index"], r["row_id"]) for r in rows] == [
+        (place, f"row-{i}") for place, i in enumerate(order)
+    ]
+    assert texts(store) == [f"1 2 3 {i}" for i in order]
+
+
+def test_what_finished_before_a_failure_is_not_run_again(tmp_path):
+    spec = make_spec(tmp_path, output={"flush_rows": 2})
+    store = make_store(spec)
+    write_prompts(store, [make_prompt(i) for i in range(10)])
+    broken = EchoGenerator(fails_at=[7])
+    with pytest.raises(RuntimeError, match="the generator broke"):
+        complete(spec, store, broken)
+    assert not store.partition(COMPLETIONS, KEY).manifest().complete
+    rest = EchoGenerator()
+    complete(spec, store, rest)
+    assert [request.input_ids[-1] for request in rest.requests] == [6, 7, 8, 9]
+    resumed = stable(read_rows(store, COMPLETIONS))
+
+    other = make_spec(tmp_path / "uninterrupted")
+    write_prompts(make_store(other), [make_prompt(i) for i in range(10)])
+    complete(other, make_store(other))
+    assert resumed == stable(read_rows(make_store(other), COMPLETIONS))
+
+
+def test_an_error_is_tried_again_until_it_has_failed_often_enough(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(3)])
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        generator = EchoGenerator(errors_at=[1])
+        complete(spec, store, generator)
+        assert len(generator.requests) == (3 if attempt == 1 else 1)
+        rows = read_rows(store, COMPLETIONS)
+        assert [row["status"] for row in rows] == ["stop", "error", "stop"]
+        assert rows[1]["attempts"] == attempt
+    generator = EchoGenerator()
+    complete(spec, store, generator)
+    assert generator.requests == []
+
+
+def test_an_error_that_is_overcome_gives_way_to_the_answer(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(2)])
+    complete(spec, store, EchoGenerator(errors_at=[1]))
+    complete(spec, store)
+    assert texts(store) == ["1 2 3 0", "1 2 3 1"]
+
+
+def test_too_many_rows_without_an_answer_fail_the_partition_before_the_model_loads(tmp_path):
+    spec = make_spec(tmp_path, output={"max_error_rate": 0.25})
+    store = make_store(spec)
+    write_prompts(store, [make_prompt(i, status="invalid") for i in range(2)] + [make_prompt(2)])
+    with pytest.raises(ValueError, match=r"2 of 3 requests have no answer.*max_error_rate"):
+        complete_partition(spec, store, KEY, lambda: pytest.fail("model was loaded"), "model")
+
+
+def test_too_many_errors_fail_the_partition_and_keep_the_answers(tmp_path):
+    spec = make_spec(tmp_path, output={"max_error_rate": 0.25})
+    store = make_store(spec)
+    write_prompts(store, [make_prompt(i) for i in range(3)])
+    with pytest.raises(ValueError, match=r"1 of 3 requests have no answer"):
+        complete(spec, store, EchoGenerator(errors_at=[1]))
+    assert not store.partition(COMPLETIONS, KEY).manifest().complete
+    generator = EchoGenerator()
+    complete(spec, store, generator)
+    assert len(generator.requests) == 1
+    assert store.partition(COMPLETIONS, KEY).manifest().complete
+
+
+def test_a_cache_too_small_for_the_longest_prompt_is_refused_before_the_model_loads(spec, store):
+    write_prompts(store, [make_prompt(0, input_ids=list(range(600)))])
+    with pytest.raises(ValueError, match=r"cache_tokens must hold .*608 tokens\), got 512; raise"):
+        complete_partition(
+            spec, store, KEY, lambda: pytest.fail("model was loaded"), "model", cache_tokens=512
+        )
+
+
+def test_missing_prompts_are_named(spec, store):
+    with pytest.raises(ValueError, match="partition all of prompts is missing; materialise"):
+        complete(spec, store)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(0, 5),  # prompt
+            st.integers(1, 3),  # samples
+            st.sampled_from([0.0, 1.0]),
+            st.sampled_from(["ready", "invalid"]),
+        ),
+        max_size=12,
+    ),
+    again=st.lists(st.integers(0, 11), max_size=12),
+    flush_rows=st.integers(1, 5),
+    fails_at=st.none() | st.integers(0, 5),
+)
+def test_any_dataset_comes_out_as_asked_for_whatever_ran_before(
+    tmp_path_factory, rows, again, flush_rows, fails_at
+):
+    """Interrupted, re-ordered, shrunk, grown: the table equals that of one run from nothing."""
+    root = tmp_path_factory.mktemp("any")
+
+    def prompts(choice: list[int]) -> list[dict[str, Any]]:
+        return [
+            make_prompt(
+                place,
+                row_id=f"row-{number}",
+                input_ids=[1 + rows[number][0]],
+                num_samples=rows[number][1],
+                sampling={"temperature": rows[number][2]},
+                status=rows[number][3],
+            )
+            for place, number in enumerate(choice)
+        ]
+
+    spec = make_spec(root, output={"flush_rows": flush_rows})
+    store = make_store(spec)
+    write_prompts(store, prompts(list(range(len(rows)))))
+    try:
+        complete(spec, store, EchoGenerator(fails_at=[fails_at] if fails_at else []))
+    except RuntimeError:
+        pass
+    second = list(dict.fromkeys(n for n in again if n < len(rows)))
+    write_prompts(store, prompts(second))
+    complete(spec, store)
+    fresh_spec = make_spec(root / "fresh")
+    write_prompts(make_store(fresh_spec), prompts(second))
+    complete(fresh_spec, make_store(fresh_spec))
+    assert stable(read_rows(store, COMPLETIONS)) == stable(
+        read_rows(make_store(fresh_spec), COMPLETIONS)
+    )
