@@ -1,7 +1,6 @@
 """The command line: ``bulk-pipeline``."""
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from bulk_pipeline.automation import SYNC_TAG
 from bulk_pipeline.store import COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import scan_table
 
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 SHOWN = ("status", "completion_tokens", "completion")
 
 module_option = click.option(
@@ -52,11 +52,10 @@ def sync(module: str, datasets: Sequence[str]) -> None:
         if SYNC_TAG in job.tags
     }
     _check_names(datasets, jobs, module)
-    logging.getLogger("dagster").setLevel(logging.ERROR)
     with dg.DagsterInstance.get() as instance:
         for name in datasets or sorted(jobs):
             try:
-                result = jobs[name].execute_in_process(instance=instance)
+                result = jobs[name].execute_in_process(QUIET, instance)
             except ValueError as error:
                 raise click.ClickException(f"{name}: {error}") from None
             new = result.output_for_node(f"{name}_find_partitions")
@@ -71,7 +70,7 @@ def sync(module: str, datasets: Sequence[str]) -> None:
 def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
     """Print a dataset's output table, and where it is."""
     roots = {
-        key.path[0]: metadata["bulk_pipeline/root"].value
+        key.path[0]: str(metadata["bulk_pipeline/root"])
         for key, metadata in _asset_metadata(_load_definitions(module)).items()
         if key.path[-1] == OUTPUT and "bulk_pipeline/root" in metadata
     }

@@ -88,16 +88,18 @@ class PartitionsSpec(_Model):
 class PromptSpec(_Model):
     """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
 
-    column: str | None = Field(None, description="Column that holds the user's message as text.")
+    column: str | None = Field(
+        None, description="Column that holds the user's message as text. Off: null."
+    )
     messages_column: str | None = Field(
         None,
         description="Column that holds chat turns, the last one from the user: role/content "
-        "(OpenAI) or from/value (ShareGPT).",
+        "(OpenAI) or from/value (ShareGPT). Off: null.",
     )
     template: str | None = Field(
         None,
         description="Jinja template of the user's message over the row's columns, "
-        "such as '{{ question }}'. Runs in a sandbox.",
+        "such as '{{ question }}'. Runs in a sandbox. Off: null.",
     )
     system: str | None = Field(None, description="System prompt, as text. Off: null.")
     system_column: str | None = Field(

@@ -1,0 +1,353 @@
+"""The pipeline through Dagster's own doors, with the toy model: real runs, real processes."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import polars as pl
+import pytest
+import yaml
+
+from bulk_pipeline import build_bulk_inference_defs, scan_table
+
+ROOT = Path(__file__).parent.parent
+KEYS = ("first", "second", "third")
+TABLES = ("raw_dataset", "prompts", "completions", "output")
+ROWS_IN_FILE = 4
+
+
+@pytest.fixture
+def spec(tmp_path: Path, toy: Path) -> dict[str, Any]:
+    """A dataset of three files; the last row of each has no text."""
+    for number, key in enumerate(KEYS):
+        rows = [{"text": f"question {number} {i}", "n": i} for i in range(ROWS_IN_FILE - 1)]
+        lines = [json.dumps(row) for row in [*rows, {"text": None, "n": -1}]]
+        path = tmp_path / "rows" / f"{key}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(lines))
+    return {
+        "name": "data",
+        "source": {"path": "rows"},
+        "partitions": {"by": "file"},
+        "prompt": {"column": "text"},
+        "sampling": {"max_new_tokens": 6},
+        "generator": {
+            "model": str(toy),
+            "device": "cpu",
+            "cache_tokens": 1024,
+            "max_batch_size": 4,
+        },
+    }
+
+
+@pytest.fixture
+def project(tmp_path: Path, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dg project of ten lines that uses the component, and its DAGSTER_HOME."""
+    package = tmp_path / "my_project"
+    (package / "defs" / "data").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(ROOT / "bulk_pipeline" / "definitions.py", package / "definitions.py")
+    (package / "defs" / "data" / "defs.yaml").write_text(
+        yaml.safe_dump({"type": "bulk_pipeline.BulkInferenceComponent", "attributes": spec})
+    )
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "my-project"\nversion = "0"\n'
+        '[tool.dg]\ndirectory_type = "project"\n[tool.dg.project]\nroot_module = "my_project"\n'
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copy(ROOT / "dagster.yaml", home)
+    monkeypatch.setenv("DAGSTER_HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    return tmp_path
+
+
+def run_command(project: Path, *command: str) -> str:
+    bin_folder = Path(sys.executable).parent
+    done = subprocess.run(
+        [str(bin_folder / command[0]), *command[1:]],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sync(project: Path) -> str:
+    return run_command(
+        project, "bulk-pipeline", "partitions", "sync", "-m", "my_project.definitions"
+    )
+
+
+def check_output(project: Path, keys: tuple[str, ...]) -> pl.DataFrame:
+    """The output holds each row of `keys` once, in order, and nothing else."""
+    table = scan_table(str(project / "data" / "bulk"), "data").collect()
+    assert Counter(table["partition"]) == dict.fromkeys(keys, ROWS_IN_FILE)
+    for key in keys:
+        part = table.filter(pl.col("partition") == key)
+        assert part["n"].to_list() == [0, 1, 2, -1]
+        assert part["status"].to_list()[-1] == "invalid"
+        assert set(part["status"][:-1]) <= {"stop", "length"}
+        assert (part["completion_tokens"][:-1] > 0).all()
+    return table
+
+
+def check_events(instance: dg.DagsterInstance, keys: tuple[str, ...]) -> None:
+    """Each partition of each asset is materialised; one model load a run; all checks passed."""
+    for table in TABLES:
+        asset = dg.AssetKey(["data", table])
+        assert instance.get_materialized_partitions(asset) == set(keys), table
+    records = instance.fetch_materializations(dg.AssetKey(["data", "completions"]), limit=100)
+    loads: dict[str, set[int]] = {}
+    for record in records.records:
+        materialization = record.asset_materialization
+        assert materialization is not None
+        if "model_loads" in materialization.metadata:
+            loads.setdefault(record.run_id, set()).add(
+                materialization.metadata["model_loads"].value
+            )
+    assert loads
+    assert all(counts == {1} for counts in loads.values()), loads
+
+
+def test_materialize_in_process(spec, tmp_path):
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        synced = defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        assert synced.output_for_node("data_find_partitions") == list(KEYS)
+        result = dg.materialize(
+            list(defs.assets or []),
+            instance=instance,
+            resources=defs.resources,
+            tags={
+                "dagster/asset_partition_range_start": KEYS[0],
+                "dagster/asset_partition_range_end": KEYS[-1],
+            },
+        )
+        assert result.success
+        check_events(instance, KEYS)
+        checks = {e.check_name: e for e in result.get_asset_check_evaluations()}
+        assert {name: check.passed for name, check in checks.items()} == {
+            "unique_row_ids": True, "error_rate": False, "conservation": True,
+        }  # fmt: skip
+        assert checks["error_rate"].severity == dg.AssetCheckSeverity.WARN
+        output = instance.fetch_materializations(dg.AssetKey(["data", "output"]), limit=1)
+        metadata = output.records[0].asset_materialization.metadata
+        assert metadata["dagster/partition_row_count"].value == ROWS_IN_FILE
+        columns = {column.name for column in metadata["dagster/column_schema"].schema.columns}
+        assert {"text", "n", "completion", "status"} <= columns
+        assert "question" in metadata["preview"].value
+    check_output(tmp_path, KEYS)
+
+
+def test_a_failed_partition_is_named_and_does_not_stop_the_others(spec, tmp_path):
+    (tmp_path / "rows" / "second.jsonl").write_text('{"text": "fine"}\n{"text": "torn')
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = dg.materialize(
+            list(defs.assets or []),
+            instance=instance,
+            resources=defs.resources,
+            raise_on_error=False,
+            tags={
+                "dagster/asset_partition_range_start": KEYS[0],
+                "dagster/asset_partition_range_end": KEYS[-1],
+            },
+        )
+        assert not result.success
+        failure = result.failure_data_for_node("data__raw_dataset")
+        assert failure is not None
+        description = failure.user_failure_data.description
+        assert description.startswith("1 of 3 partitions failed: second: ")
+        assert "second.jsonl line 2" in description
+        done = instance.get_materialized_partitions(dg.AssetKey(["data", "raw_dataset"]))
+        assert done == {"first", "third"}
+
+
+def test_a_range_without_partitions_fails(spec, tmp_path):
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = dg.materialize(
+            list(defs.assets or []),
+            instance=instance,
+            resources=defs.resources,
+            raise_on_error=False,
+            tags={
+                "dagster/asset_partition_range_start": KEYS[-1],
+                "dagster/asset_partition_range_end": KEYS[0],
+            },
+        )
+        assert not result.success
+
+
+def test_the_sensor_asks_for_one_run_over_all_new_partitions(spec, tmp_path):
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    sensor = next(iter(defs.sensors or []))
+    with dg.DagsterInstance.ephemeral() as instance:
+
+        def evaluate():
+            context = dg.build_sensor_context(instance=instance, definitions=defs)
+            return sensor(context)
+
+        result = evaluate()
+        assert len(result.run_requests) == 1
+        tags = result.run_requests[0].tags
+        assert tags["dagster/asset_partition_range_start"] == "first"
+        assert tags["dagster/asset_partition_range_end"] == "third"
+        request = result.dynamic_partitions_requests[0]
+        instance.add_dynamic_partitions(request.partitions_def_name, request.partition_keys)
+        assert isinstance(evaluate(), dg.SkipReason)
+        (tmp_path / "rows" / "another.jsonl").write_text('{"text": "new"}\n')
+        result = evaluate()
+        assert result.run_requests[0].tags["dagster/asset_partition_range_start"] == "another"
+        assert result.run_requests[0].tags["dagster/asset_partition_range_end"] == "another"
+
+
+def test_a_sensor_run_covers_its_range(spec, tmp_path):
+    """The tags of the sensor's request make one run of the dataset's job over the range."""
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = defs.resolve_job_def("data_job").execute_in_process(
+            instance=instance,
+            tags={
+                "dagster/asset_partition_range_start": KEYS[0],
+                "dagster/asset_partition_range_end": KEYS[1],
+            },
+        )
+        assert result.success
+        check_events(instance, KEYS[:2])
+    check_output(tmp_path, KEYS[:2])
+
+
+def test_an_unpartitioned_dataset_has_one_partition(spec, tmp_path):
+    spec = {**spec, "partitions": {"by": "none"}}
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = dg.materialize(
+            list(defs.assets or []), instance=instance, resources=defs.resources,
+            partition_key="all",
+        )  # fmt: skip
+        assert result.success
+    table = scan_table(str(tmp_path / "data" / "bulk"), "data").collect()
+    assert table.height == len(KEYS) * ROWS_IN_FILE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        (
+            "dagster",
+            "asset",
+            "materialize",
+            "-m",
+            "my_project.definitions",
+            "--select",
+            "group:data",
+        ),
+        ("dg", "launch", "--assets", "group:data"),
+    ],
+    ids=["dagster", "dg"],
+)
+def test_command_line_with_a_partition_and_with_a_range(project, command):
+    assert "3 new partitions: first, second, third" in sync(project)
+    assert "0 new partitions" in sync(project)
+    run_command(project, *command, "--partition", "second")
+    check_output(project, ("second",))
+    run_command(project, *command, "--partition-range", "first...third")
+    check_output(project, KEYS)
+    with dg.DagsterInstance.from_config(str(project / "home")) as instance:
+        check_events(instance, KEYS)
+        assert len(instance.get_runs()) == 4  # two of them of the sync job
+    shown = run_command(project, "bulk-pipeline", "show", "data", "-m", "my_project.definitions")
+    assert "12 rows" in shown
+    assert str(project / "data" / "bulk" / "data" / "output") in shown
+
+
+@pytest.mark.slow
+def test_a_backfill_launched_through_graphql_is_one_run(project):
+    sync(project)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (project / "dev.log").open("w")
+    dev = subprocess.Popen(
+        [str(Path(sys.executable).parent / "dagster"), "dev", "-m", "my_project.definitions",
+         "--port", str(port), "--host", "127.0.0.1"],
+        cwd=project, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}/graphql"
+        wait_for(lambda: ask(url, "{ version }"), seconds=120)
+        answer = ask(
+            url,
+            """mutation($params: LaunchBackfillParams!) {
+              launchPartitionBackfill(backfillParams: $params) {
+                __typename ... on LaunchBackfillSuccess { backfillId }
+                ... on PythonError { message }
+              } }""",
+            params={
+                "assetSelection": [{"path": ["data", table]} for table in TABLES],
+                "partitionNames": list(KEYS),
+            },
+        )
+        backfill = answer["launchPartitionBackfill"]
+        assert backfill["__typename"] == "LaunchBackfillSuccess", backfill
+        query = """query($id: String!) { partitionBackfillOrError(backfillId: $id) {
+              ... on PartitionBackfill { status } } }"""
+
+        def finished() -> bool:
+            state = ask(url, query, id=backfill["backfillId"])["partitionBackfillOrError"]
+            assert state["status"] not in ("FAILED", "COMPLETED_FAILED"), state
+            return state["status"] == "COMPLETED_SUCCESS"
+
+        wait_for(finished, seconds=240)
+    finally:
+        os.killpg(dev.pid, signal.SIGTERM)
+        try:
+            dev.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(dev.pid, signal.SIGKILL)
+        log.close()
+    check_output(project, KEYS)
+    with dg.DagsterInstance.from_config(str(project / "home")) as instance:
+        check_events(instance, KEYS)
+        backfill_runs = [r for r in instance.get_runs() if "dagster/backfill" in r.tags]
+        assert len(backfill_runs) == 1
+
+
+def ask(url: str, query: str, **variables: Any) -> dict[str, Any]:
+    body = json.dumps({"query": query, "variables": variables}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        found = json.load(answer)
+    assert "errors" not in found, found
+    return found["data"]
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except urllib.error.URLError:
+            pass
+        time.sleep(1)
+    raise AssertionError(f"not within {seconds} s")

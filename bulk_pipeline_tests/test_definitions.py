@@ -1,0 +1,88 @@
+"""What Dagster sees: the definitions, and what importing them must not bring along."""
+
+import subprocess
+import sys
+
+import dagster as dg
+import pytest
+
+from bulk_pipeline import ExLlamaV2Resource, build_bulk_inference_defs
+
+HEAVY = ("torch", "exllamav2", "transformers", "datasets", "tokenizers")
+
+
+def values(name: str, **changes):
+    return {
+        "name": name,
+        "source": {"path": "rows.jsonl"},
+        "prompt": {"column": "text"},
+        "generator": {"model": "owner/name"},
+    } | changes
+
+
+def test_loading_the_definitions_imports_no_model_library():
+    code = (
+        "import sys; from bulk_pipeline.definitions import defs; d = defs(); "
+        "d.resolve_asset_graph(); "
+        f"print([m for m in {HEAVY} if m in sys.modules], len(d.resolve_all_job_defs()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("]")[0] == "["
+    assert int(done.stdout.split()[-1]) >= 2
+
+
+def test_a_dataset_is_four_assets_in_a_chain():
+    defs = build_bulk_inference_defs(values("data"))
+    graph = defs.resolve_asset_graph()
+    keys = {key.to_user_string() for key in graph.get_all_asset_keys()}
+    assert keys == {f"data/{t}" for t in ("raw_dataset", "prompts", "completions", "output")}
+    parents = graph.get(dg.AssetKey(["data", "output"])).parent_keys
+    assert {key.path[-1] for key in parents} == {"raw_dataset", "completions"}
+    assert {graph.get(key).partitions_def for key in graph.get_all_asset_keys()} == {
+        dg.StaticPartitionsDefinition(["all"])
+    }
+
+
+def test_datasets_live_side_by_side():
+    cut = {"partitions": {"by": "file"}}
+    defs = dg.Definitions.merge(
+        build_bulk_inference_defs(values("one", **cut)),
+        build_bulk_inference_defs(values("two", **cut)),
+    )
+    graph = defs.resolve_asset_graph()
+    partitions = {graph.get(key).partitions_def.name for key in graph.get_all_asset_keys()}
+    assert partitions == {"one_partitions", "two_partitions"}
+    assert {job.name for job in defs.resolve_all_job_defs() if not job.name.startswith("__")} == {
+        "one_job", "two_job", "one_sync_partitions", "two_sync_partitions",
+    }  # fmt: skip
+
+
+def test_datasets_may_share_a_model():
+    shared = {"generator": None, "generator_resource": "llm"}
+    defs = dg.Definitions.merge(
+        build_bulk_inference_defs(values("one", **shared)),
+        build_bulk_inference_defs(values("two", **shared)),
+        dg.Definitions(resources={"llm": ExLlamaV2Resource(model="owner/name")}),
+    )
+    for name in ("one_job", "two_job"):
+        assert defs.resolve_job_def(name).get_required_resource_defs().keys() >= {"llm"}
+
+
+def test_only_completions_waits_for_the_gpu():
+    defs = build_bulk_inference_defs(values("data"))
+    pools = {asset.key.path[-1]: asset.op.pool for asset in defs.resolve_asset_graph().assets_defs}
+    assert pools == {"raw_dataset": None, "prompts": None, "completions": "gpu", "output": None}
+
+
+def test_a_backfill_is_one_run_unless_limited():
+    def policies(**changes):
+        graph = build_bulk_inference_defs(values("data", **changes)).resolve_asset_graph()
+        return {graph.get(key).backfill_policy for key in graph.get_all_asset_keys()}
+
+    assert policies() == {dg.BackfillPolicy.single_run()}
+    assert policies(partitions={"max_per_run": 3}) == {dg.BackfillPolicy.multi_run(3)}
+
+
+def test_a_wrong_spec_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="sampling.top_p: input should be less than or equal to 1"):
+        build_bulk_inference_defs(values("data", sampling={"top_p": 2}))
