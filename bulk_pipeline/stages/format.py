@@ -1,0 +1,514 @@
+"""The prompts stage: rows of raw_dataset in, rendered and tokenised prompts out.
+
+Every input row gives one output row, in order; a row that cannot run has a status that says why.
+No weights are loaded and no GPU is used. Which text counts as a special token: what the chat
+template, the assistant prefix and (with the family raw) the user's template write; the same text
+inside a row does not, unless `prompt.allow_special_tokens` is set.
+"""
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date as Date
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from jinja2 import TemplateSyntaxError
+
+from bulk_pipeline.engine.request import READY, Status
+from bulk_pipeline.spec import (
+    FAMILIES,
+    BulkInferenceSpec,
+    GeneratorSettings,
+    PromptSpec,
+    SamplingSpec,
+)
+from bulk_pipeline.stages.turns import MAX_TEMPLATE_CHARS, BadRow, Chat, RawColumns, TurnReader
+from bulk_pipeline.store import (
+    PROMPTS,
+    PROMPTS_SCHEMA,
+    RAW_DATASET,
+    ROW_ERROR_FIELD,
+    SAMPLING_TYPE,
+    Manifest,
+    Partition,
+    StageReport,
+    Store,
+)
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from bulk_pipeline.engine.tokenizer import PromptTokenizer
+
+BATCH_ROWS = 1024
+MAX_CUTS = 8  # tries to cut a message so that it fits; two or three are usual
+DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+
+
+def format_partition(
+    spec: BulkInferenceSpec, store: Store, key: str, settings: GeneratorSettings
+) -> StageReport:
+    """Render and tokenise one partition of raw_dataset.
+
+    Raises
+    ------
+    ValueError
+        One line naming the field, if the settings cannot work; or the row, where
+        `prompt.too_long` is ``fail``.
+    """
+    from bulk_pipeline.engine.tokenizer import (
+        end_token_ids,
+        load_tokenizer,
+        read_config,
+        resolve_model,
+    )
+
+    started = time.monotonic()
+    folder = resolve_model(settings.model, settings.revision, tokenizer_only=True)
+    tokenizer = load_tokenizer(folder)
+    raw = store.partition(RAW_DATASET, key)
+    raw_manifest = raw.complete_manifest()
+    template = chat_template_text(spec.prompt, tokenizer)
+    end_tokens = end_token_ids(folder, template, tokenizer)
+    sampling = resolve_sampling(spec.sampling, end_tokens, tokenizer.special_tokens)
+    limit = max_sequence_length(settings, read_config(folder), spec.sampling)
+    prompts = store.partition(PROMPTS, key)
+    with prompts.writer() as writer:
+        first_formatted = writer.manifest.meta.get("first_formatted") or Date.today().isoformat()
+        date = spec.prompt.date or first_formatted
+        reader = TurnReader(
+            spec.prompt,
+            _raw_columns(raw, raw_manifest),
+            tokenizer.special_pattern,
+            show_text=spec.output.preview,
+        )
+        formatter = Formatter(spec, tokenizer, reader, template, date, limit, sampling)
+        formatter.check_template()
+        counts = _Counts()
+        with writer.new_part(PROMPTS_SCHEMA) as part_writer:
+            for batch in raw.read(_columns_read(raw, raw_manifest, reader), BATCH_ROWS):
+                part_writer.write(formatter.format_batch(batch, counts))
+        if part_writer.rows != raw_manifest.num_rows:
+            raise RuntimeError(
+                f"{prompts.label}: {raw_manifest.num_rows} rows in, {part_writer.rows} out"
+            )
+        meta = counts.meta(spec.sampling) | {
+            "date": date,
+            "first_formatted": first_formatted,
+            "chat_template": spec.prompt.chat_template,
+            "chat_template_hash": _hash(template),
+            "end_tokens": {str(id_): origin for id_, origin in end_tokens.items()},
+        }
+        inputs = prompt_inputs(spec, settings, raw_manifest, tokenizer.files_hash(), template)
+        writer.commit([part_writer.part], complete=True, inputs=inputs, meta=meta)
+    seconds = time.monotonic() - started
+    return StageReport(
+        partition=key,
+        rows=part_writer.rows,
+        path=prompts.part_path(part_writer.part),
+        metadata=counts.meta(spec.sampling)
+        | {
+            "max_prompt_tokens": counts.max_prompt_tokens,
+            "mean_prompt_tokens": counts.prompt_tokens / max(counts.num_ready, 1),
+            "rows_per_second": part_writer.rows / max(seconds, 1e-9),
+        },
+    )
+
+
+def prompt_inputs(
+    spec: BulkInferenceSpec,
+    settings: GeneratorSettings,
+    raw: Manifest,
+    tokenizer_hash: str,
+    chat_template: str,
+) -> dict[str, Any]:
+    """What the prompts of a partition are made of; if it changes, they are stale."""
+    return {
+        "raw_epoch": raw.epoch,
+        "raw_parts": [part.name for part in raw.parts],
+        "prompt": spec.prompt.model_dump(mode="json"),
+        "sampling": spec.sampling.model_dump(mode="json"),
+        "max_seq_len": settings.max_seq_len,
+        "tokenizer": tokenizer_hash,
+        "chat_template": _hash(chat_template),
+    }
+
+
+def chat_template_text(prompt: PromptSpec, tokenizer: "PromptTokenizer") -> str:
+    """The chat template's source: the model's own, a family's or a file's."""
+    name = prompt.chat_template
+    if name == "model":
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"prompt.chat_template: the model in {tokenizer.folder} has no chat template; "
+                f"set it to a family ({', '.join(FAMILIES)}) or a file"
+            )
+        return tokenizer.chat_template
+    if name in FAMILIES:
+        folder = resources.files("bulk_pipeline") / "chat_templates"
+        return (folder / f"{name}.jinja").read_text("utf-8")
+    if not Path(name).is_file():
+        raise ValueError(
+            f"prompt.chat_template must be model, a family ({', '.join(FAMILIES)}) "
+            f"or a file, got {name!r}; correct it"
+        )
+    return Path(name).read_text("utf-8")
+
+
+def max_sequence_length(
+    settings: GeneratorSettings, config: dict[str, Any], sampling: SamplingSpec
+) -> int:
+    """Most tokens of a prompt and its completion together."""
+    made_for = config.get("max_position_embeddings")
+    limit = settings.max_seq_len or made_for
+    if limit is None:
+        raise ValueError(
+            "generator.max_seq_len must be set: the model's config.json does not say "
+            "max_position_embeddings"
+        )
+    if made_for is not None and limit > made_for:
+        raise ValueError(
+            f"generator.max_seq_len must not exceed what the model was made for ({made_for}), "
+            f"got {limit}; lower it"
+        )
+    if sampling.max_new_tokens >= limit:
+        raise ValueError(
+            f"sampling.max_new_tokens must leave room for a prompt within {limit} tokens, "
+            f"got {sampling.max_new_tokens}; lower it"
+        )
+    return limit
+
+
+def resolve_sampling(
+    sampling: SamplingSpec, end_tokens: dict[int, str], special_tokens: dict[str, int]
+) -> dict[str, Any]:
+    """A row's sampling values, with all ids that end its completion.
+
+    A special token given as a stop string would never match, since special tokens decode to
+    nothing: it becomes its id.
+    """
+    stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(end_tokens))
+    stop_ids |= {special_tokens[text] for text in sampling.stop if text in special_tokens}
+    stop = [text for text in sampling.stop if text not in special_tokens]
+    for text in stop:
+        if inside := next((token for token in special_tokens if token in text), None):
+            raise ValueError(
+                f"sampling.stop: {text!r} never matches, because {inside} in it is a special "
+                f"token; write {inside!r} alone"
+            )
+    values = sampling.model_dump(include={member.name for member in SAMPLING_TYPE})
+    return values | {"stop": stop, "stop_token_ids": sorted(stop_ids)}
+
+
+def fix_date(chat_template: str, date: str) -> str:
+    """`chat_template` with the given day in place of today."""
+    day = Date.fromisoformat(date)
+    fixed = DATE_CALL.sub(lambda match: repr(day.strftime(match[2])), chat_template)
+    if "strftime_now(" in fixed:
+        raise ValueError(
+            "prompt.chat_template: it calls strftime_now with something other than a literal "
+            "format, so its date cannot be fixed; set prompt.chat_template to an edited copy"
+        )
+    return fixed
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Numbers of a partition; tokens are those of ready rows."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
+
+    @property
+    def num_ready(self) -> int:
+        return self.statuses[READY]
+
+    def meta(self, sampling: SamplingSpec) -> dict[str, Any]:
+        """What the manifest says; `max_request_tokens` is the longest row with its answer."""
+        longest = self.max_prompt_tokens + sampling.max_new_tokens if self.num_ready else 0
+        return {
+            "status_counts": dict(self.statuses),
+            "num_requests": self.statuses.total() * sampling.n,
+            "prompt_tokens": self.prompt_tokens,
+            "max_request_tokens": longest,
+        }
+
+    def add(self, rows: Sequence["_Row"]) -> None:
+        self.statuses.update(row.status for row in rows)
+        lengths = [len(row.ids) for row in rows if row.status == READY and row.ids is not None]
+        self.prompt_tokens += sum(lengths)
+        self.max_prompt_tokens = max(self.max_prompt_tokens, *lengths, 0)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row on its way; `chat` is None where it had none."""
+
+    row_id: str
+    chat: Chat | None = None
+    prompt: str | None = None
+    ids: list[int] | None = None
+    status: str = READY
+    error: str | None = None
+    truncated: bool = False
+
+    def set_aside(self, status: str, error: str) -> None:
+        self.status, self.error = status, error
+
+
+class Formatter:
+    """Turns batches of raw_dataset into batches of prompts."""
+
+    def __init__(
+        self,
+        spec: BulkInferenceSpec,
+        tokenizer: "PromptTokenizer",
+        reader: TurnReader,
+        chat_template: str,
+        date: str,
+        limit: int,
+        sampling: dict[str, Any],
+    ):
+        self._prompt, self._tokenizer, self._reader = spec.prompt, tokenizer, reader
+        self._show_text = spec.output.preview
+        self._template = fix_date(chat_template, date)
+        # Llama 3's templates show this variable, and a default where it is not given.
+        self._variables: dict[str, str] = (
+            {"date_string": Date.fromisoformat(date).strftime("%d %b %Y")}
+            if "date_string" in chat_template
+            else {}
+        )
+        self._limit, self._max_new_tokens = limit, spec.sampling.max_new_tokens
+        self._num_samples = spec.sampling.n
+        self._sampling = pa.array([sampling], SAMPLING_TYPE)
+
+    def check_template(self) -> None:
+        """Raise a ValueError if the chat template cannot render the dataset's kind of prompt."""
+        system = self._prompt.system
+        turns = [{"role": "system", "content": system}] if system is not None else []
+        chat = Chat([*turns, {"role": "user", "content": "Hello"}])
+        try:
+            rendered = self._render_all([chat])[0]
+        except TemplateSyntaxError as error:
+            raise ValueError(
+                f"prompt.chat_template, line {error.lineno}: {error.message}; "
+                "correct the template or choose another"
+            ) from None
+        except Exception as error:  # whatever a template raises
+            if system is None and self._prompt.messages_column:
+                return  # it may need more turns than one
+            if system is None:
+                raise ValueError(
+                    f"prompt.chat_template fails on a plain message ({error}); choose another"
+                ) from None
+            rendered, reason = "", f" ({error})"
+        else:
+            reason = ""
+        if system and system.strip() not in rendered:
+            raise ValueError(
+                f"prompt.system: the chat template {self._prompt.chat_template} takes no system "
+                f"prompt{reason}; remove prompt.system, or set prompt.chat_template to a family "
+                "or file that takes one"
+            )
+
+    def format_batch(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
+        """Format a batch of raw rows; the result has as many rows, in the same order."""
+        rows = self._read(batch)
+        self._render(rows)
+        self._encode(rows)
+        for row in rows:
+            if row.status == READY and self._is_too_long(row):
+                self._shorten(row)
+        counts.add(rows)
+        num_rows = len(rows)
+        columns = [
+            batch.column("row_id"),
+            batch.column("row_index"),
+            [row.prompt for row in rows],
+            [row.ids for row in rows],
+            [None if row.ids is None else len(row.ids) for row in rows],
+            [row.status for row in rows],
+            [row.error for row in rows],
+            [row.truncated for row in rows],
+            self._sampling.take(pa.array([0] * num_rows, pa.int32())),
+            [self._num_samples] * num_rows,
+        ]
+        arrays = [
+            column if isinstance(column, pa.Array) else pa.array(column, column_field.type)
+            for column, column_field in zip(columns, PROMPTS_SCHEMA, strict=True)
+        ]
+        return pa.RecordBatch.from_arrays(arrays, names=PROMPTS_SCHEMA.names)
+
+    def _read(self, batch: pa.RecordBatch) -> list[_Row]:
+        rows = [_Row(row_id) for row_id in batch.column("row_id").to_pylist()]
+        for row, values in zip(rows, batch.to_pylist(), strict=True):
+            if row_error := values.get(ROW_ERROR_FIELD.name):
+                row.set_aside(Status.INVALID, row_error)
+                continue
+            try:
+                row.chat = self._reader.read(values)
+            except BadRow as bad:
+                row.set_aside(bad.status, bad.reason)
+        return rows
+
+    def _render(self, rows: Sequence[_Row]) -> None:
+        """Render all rows at once, or one by one where one of them is refused."""
+        waiting = [row for row in rows if row.chat is not None]
+        if not waiting:
+            return
+        try:
+            texts = self._render_all([row.chat for row in waiting if row.chat is not None])
+        except Exception:  # whatever a template raises
+            for row in waiting:
+                self._render_one(row)
+            return
+        for row, text in zip(waiting, texts, strict=True):
+            row.prompt = text
+
+    def _render_one(self, row: _Row) -> None:
+        assert row.chat is not None
+        try:
+            row.prompt = self._render_all([row.chat])[0]
+        except Exception as error:  # whatever a template raises
+            shown = f": {error}" if self._show_text else ""
+            row.set_aside(Status.INVALID, f"the chat template refuses the row{shown}")
+
+    def _render_all(self, chats: Sequence[Chat]) -> list[str]:
+        texts = self._tokenizer.apply_chat_template(
+            [chat.turns for chat in chats], self._template, **self._variables
+        )
+        prefix, one_bos = self._prompt.assistant_prefix, self._tokenizer.one_bos
+        return [one_bos(text + prefix) for text in texts]
+
+    def _encode(self, rows: Sequence[_Row]) -> None:
+        """Tokenise rendered rows; those without guarded text all at once."""
+        plain: list[_Row] = []
+        for row in rows:
+            if row.chat is None or row.prompt is None:
+                continue
+            if len(row.prompt) > MAX_TEMPLATE_CHARS + _num_chars(row.chat):
+                row.prompt = None
+                row.set_aside(
+                    Status.INVALID,
+                    f"the chat template adds more than {MAX_TEMPLATE_CHARS} characters",
+                )
+            elif row.chat.guard:
+                self._encode_guarded(row, row.chat.guard)
+            else:
+                plain.append(row)
+        ids = self._tokenizer.encode_batch([row.prompt for row in plain if row.prompt is not None])
+        for row, row_ids in zip(plain, ids, strict=True):
+            row.ids = row_ids
+
+    def _encode_guarded(self, row: _Row, guard: str) -> None:
+        assert row.prompt is not None
+        text, row.prompt = row.prompt, row.prompt.replace(guard, "")
+        try:
+            marked = self._tokenizer.mark(text).replace(guard, "")
+        except ValueError as error:
+            row.set_aside(Status.INVALID, f"the row {error} beside the text of special tokens")
+            return
+        row.ids = self._tokenizer.encode_marked(marked)
+
+    def _is_too_long(self, row: _Row) -> bool:
+        assert row.ids is not None
+        return len(row.ids) + self._max_new_tokens > self._limit
+
+    def _shorten(self, row: _Row) -> None:
+        """Do as `prompt.too_long` says with a row that does not fit."""
+        assert row.ids is not None
+        reason = (
+            f"{len(row.ids)} prompt tokens and {self._max_new_tokens} new ones exceed {self._limit}"
+        )
+        if self._prompt.too_long == "fail":
+            raise ValueError(
+                f"row {row.row_id}: {reason}; shorten it, or set prompt.too_long to another value"
+            )
+        if self._prompt.too_long == "error_row":
+            row.set_aside(Status.TOO_LONG, reason)
+        elif not self._truncate(row):
+            row.set_aside(Status.TOO_LONG, f"{reason}, and cutting its message does not help")
+
+    def _truncate(self, row: _Row) -> bool:
+        """Cut the row's last message until it fits; False if no cut does.
+
+        Tokens at a cut can join with their new neighbours, so each cut is rendered and counted.
+        """
+        assert row.chat is not None
+        assert row.ids is not None
+        tokenizer, guard = self._tokenizer, row.chat.guard
+        try:
+            message = tokenizer.mark(row.chat.turns[-1]["content"])
+        except ValueError:
+            return False
+        message = message.replace(guard, "") if guard else message
+        offsets = tokenizer.offsets(message)
+        num_kept = len(offsets)
+        num_tokens = len(row.ids)
+        for _ in range(MAX_CUTS):
+            num_kept -= num_tokens + self._max_new_tokens - self._limit
+            if num_kept <= 0:
+                return False
+            cut = self._with_message(row, _cut(message, offsets, num_kept, self._prompt.too_long))
+            if cut is None:
+                return False
+            if not self._is_too_long(cut):
+                row.chat, row.prompt, row.ids = cut.chat, cut.prompt, cut.ids
+                row.truncated = True
+                return True
+            assert cut.ids is not None
+            num_tokens = len(cut.ids)
+        return False
+
+    def _with_message(self, row: _Row, message: str) -> _Row | None:
+        """The row with another last message, rendered and tokenised; None if that fails."""
+        assert row.chat is not None
+        if not message.strip():
+            return None
+        *turns, last = row.chat.turns
+        # Its own special tokens are still marked, so that only the row's text is guarded.
+        guarded = self._reader.guard([*turns, {**last, "content": message}], row.chat.guard)
+        last = guarded.turns[-1]
+        last = {**last, "content": self._tokenizer.unmark(last["content"])}
+        changed = _Row(row.row_id, Chat([*guarded.turns[:-1], last], guarded.guard))
+        self._render_one(changed)
+        self._encode([changed])
+        return changed if changed.status == READY and changed.ids is not None else None
+
+
+def _cut(message: str, offsets: Sequence[tuple[int, int]], num_kept: int, how: str) -> str:
+    """Keep `num_kept` tokens of a message: its end, its start, or both."""
+    num_head = {"truncate_left": 0, "truncate_right": num_kept}.get(how, (num_kept + 1) // 2)
+    num_tail = num_kept - num_head
+    head = message[: offsets[num_head - 1][1]] if num_head else ""
+    tail = message[offsets[len(offsets) - num_tail][0] :] if num_tail else ""
+    return head + tail
+
+
+def _raw_columns(raw: Partition, manifest: Manifest) -> RawColumns:
+    return RawColumns(
+        stored=raw.schema().names if manifest.parts else None,
+        renamed=manifest.meta.get("renamed_columns", {}),
+        json_text=manifest.meta.get("json_text_columns", ()),
+    )
+
+
+def _columns_read(raw: Partition, manifest: Manifest, reader: TurnReader) -> list[str] | None:
+    """The raw columns that are read."""
+    if not manifest.parts:
+        return None
+    names = {"row_id", "row_index", ROW_ERROR_FIELD.name, *reader.names.values()}
+    return [name for name in raw.schema().names if name in names]
+
+
+def _num_chars(chat: Chat) -> int:
+    return sum(len(turn["content"]) for turn in chat.turns)
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
