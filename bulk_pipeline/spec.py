@@ -46,7 +46,7 @@ class FilesSource(_Source):
     format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text"] = Field(
         "auto",
         description="File format; auto takes it from the file's name, a .gz or .zst ending apart. "
-        "A text file has one prompt a line, in the column `text`.",
+        "A text file has one prompt a line, in the column `text`. Values of CSV and TSV stay text.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options for fsspec's file system. Default: none."

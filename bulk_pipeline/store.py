@@ -32,6 +32,7 @@ MANIFEST = "manifest.json"
 SET_ASIDE = "_set_aside"
 TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
 ROW_GROUP_ROWS = 8192  # what a reader holds at once
+ROW_GROUP_BYTES = 64 << 20  # long rows come in smaller groups
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 
 RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
@@ -532,7 +533,7 @@ class PartWriter:
     def __init__(self, parquet: pq.ParquetWriter, schema: pa.Schema):
         self._parquet, self._schema = parquet, schema
         self._pending: list[pa.RecordBatch] = []
-        self._pending_rows = 0
+        self._pending_rows = self._pending_bytes = 0
         self.rows = 0
         self.first_index, self.last_index = 0, -1
 
@@ -547,14 +548,18 @@ class PartWriter:
         self.rows += batch.num_rows
         self._pending.extend(batch.to_batches() if isinstance(batch, pa.Table) else [batch])
         self._pending_rows += batch.num_rows
-        if self._pending_rows >= ROW_GROUP_ROWS:
+        self._pending_bytes += batch.nbytes
+        if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what was collected as a row group."""
         if self._pending:
-            self._parquet.write_table(pa.Table.from_batches(self._pending).cast(self._schema))
-        self._pending, self._pending_rows = [], 0
+            table = pa.Table.from_batches(self._pending)
+            # Arrow's cast breaks lists of nulls, even to the same type.
+            is_same = table.schema.equals(self._schema)
+            self._parquet.write_table(table if is_same else table.cast(self._schema))
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
 
 
 class _Cursor:

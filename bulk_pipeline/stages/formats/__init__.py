@@ -1,0 +1,1 @@
+"""File formats: one module a format, from an open file to batches of rows."""
