@@ -115,10 +115,20 @@ def _load_definitions(module: str) -> dg.Definitions:
     except ModuleNotFoundError as error:
         raise click.ClickException(f"--module: cannot import {module}: {error}") from None
     found = getattr(loaded, "defs", None)
-    definitions = found() if callable(found) else found
+    try:
+        definitions = found() if callable(found) else found
+    except Exception as error:  # whatever a user's definitions raise
+        raise click.ClickException(f"--module: {module}: {_root_cause(error)}") from None
     if not isinstance(definitions, dg.Definitions):
         raise click.ClickException(f"--module: {module} has no Definitions named defs; name one")
     return definitions
+
+
+def _root_cause(error: BaseException) -> str:
+    """The message at the bottom of a chain of exceptions, without Dagster's frames around it."""
+    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = cause
+    return str(error) or repr(error)
 
 
 def _asset_metadata(definitions: dg.Definitions) -> dict[dg.AssetKey, dict]:

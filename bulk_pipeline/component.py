@@ -60,10 +60,17 @@ class BulkInferenceComponent(dg.Component):
     def load(
         cls, attributes: BaseModel | None, context: dg.ComponentLoadContext
     ) -> "BulkInferenceComponent":
-        """Resolve templates such as ``{{ env.MODEL }}`` and validate what they give."""
+        """Resolve templates such as ``{{ env.MODEL }}`` and validate what they give.
+
+        ``prompt.template`` is the row's, and stays as it is.
+        """
         assert attributes is not None
-        values = context.resolution_context.resolve_value(attributes.model_dump(exclude_unset=True))
-        return cls(load_spec(dict(values)))
+        values = attributes.model_dump(exclude_unset=True)
+        template = values["prompt"].pop("template", None)
+        resolved = dict(context.resolution_context.resolve_value(values))
+        if template is not None:
+            resolved["prompt"] = {**resolved["prompt"], "template": template}
+        return cls(load_spec(resolved))
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Build the dataset's definitions."""

@@ -40,7 +40,7 @@ def spec(tmp_path: Path, toy: Path) -> dict[str, Any]:
         "name": "data",
         "source": {"path": "rows"},
         "partitions": {"by": "file"},
-        "prompt": {"column": "text"},
+        "prompt": {"template": "{{ text }}"},
         "sampling": {"max_new_tokens": 6},
         "generator": {
             "model": str(toy),
