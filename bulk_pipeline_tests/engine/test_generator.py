@@ -1,0 +1,392 @@
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bulk_pipeline.engine.loading import load_generator
+from bulk_pipeline.engine.request import Completion, Request, SamplingParams, Status
+from bulk_pipeline.spec import GeneratorSettings
+from bulk_pipeline_tests.toy import VOCAB_SIZE, toy_model
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
+
+
+def make_generator(folder: Path, **changes):
+    settings = {
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": "float64",
+        "max_batch_size": 4,
+        "cache_tokens": 2048,
+        "max_chunk_size": 256,
+    }
+    return load_generator(GeneratorSettings(**settings | changes))
+
+
+def make_params(**changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_new_tokens": 24} | changes)
+
+
+def make_ids(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, VOCAB_SIZE) for _ in range(length)]
+
+
+def run_one(generator, ids, **changes) -> Completion:
+    [completion] = generator.run([Request("one", ids, make_params(**changes))])
+    return completion
+
+
+@pytest.fixture(scope="module")
+def generator(toy_float64):
+    return make_generator(toy_float64)
+
+
+@pytest.fixture(scope="module")
+def decode(toy_float64):
+    tokenizer = AutoTokenizer.from_pretrained(toy_float64)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class TestEveryRequestIsAnswered:
+    def test_in_any_order_and_once(self, generator):
+        requests = [
+            Request(i, make_ids(3 + i, i), make_params(max_new_tokens=1 + i % 7)) for i in range(30)
+        ]
+        completions = list(generator.run(iter(requests)))
+        assert sorted(c.request_id for c in completions) == list(range(30))
+        for completion in completions:
+            assert completion.prompt_tokens == 3 + completion.request_id
+            assert len(completion.token_ids) == 1 + completion.request_id % 7
+            assert completion.error is None
+
+    def test_without_requests(self, generator):
+        assert list(generator.run([])) == []
+
+    @pytest.mark.parametrize(
+        ("ids", "changes", "status", "error"),
+        [
+            ([], {}, Status.EMPTY, "has no tokens"),
+            ([5, VOCAB_SIZE], {}, Status.INVALID, "must be below 512, got 512"),
+            ([-1, 5], {}, Status.INVALID, "must be below 512, got -1"),
+            ([5], {"max_new_tokens": 0}, Status.INVALID, "at least 1, got 0"),
+            ([5] * 2000, {"max_new_tokens": 49}, Status.TOO_LONG, r"2000 .*49\) exceed 2048"),
+        ],
+        ids=["empty", "id too large", "negative id", "no tokens wanted", "too long"],
+    )
+    def test_also_where_it_cannot_run(self, generator, ids, changes, status, error):
+        fine = Request("fine", [5, 6], GREEDY)
+        bad = Request("bad", ids, make_params(**changes))
+        completions = {c.request_id: c for c in generator.run([bad, fine, bad])}
+        assert completions["fine"].status == Status.LENGTH
+        assert completions["bad"].status == status
+        assert completions["bad"].token_ids == ()
+        assert re.search(error, completions["bad"].error)
+
+    def test_up_to_the_last_token_that_fits(self, generator):
+        completion = run_one(generator, make_ids(2000), max_new_tokens=48)
+        assert (completion.status, len(completion.token_ids)) == (Status.LENGTH, 48)
+
+    def test_where_the_cache_is_smaller_than_the_model(self, toy_float64):
+        small = make_generator(toy_float64, cache_tokens=256 + 255)
+        assert small.max_seq_len == 256
+        assert run_one(small, make_ids(200), max_new_tokens=56).status == Status.LENGTH
+        assert run_one(small, make_ids(200), max_new_tokens=57).status == Status.TOO_LONG
+
+    def test_with_numpy_ids(self, generator):
+        expected = run_one(generator, [7, 8, 9]).token_ids
+        numpy_ids = torch.tensor([7, 8, 9]).numpy()
+        assert run_one(generator, numpy_ids).token_ids == expected
+
+
+class TestStream:
+    def test_reads_requests_only_as_they_are_needed(self, generator):
+        read = []
+
+        def requests() -> Iterator[Request]:
+            for i in range(1000):
+                read.append(i)
+                yield Request(i, [5, 6, 7 + i % 9], make_params(max_new_tokens=3))
+
+        run = generator.run(requests())
+        next(run)
+        assert len(read) <= 2 * 4
+        run.close()
+
+    def test_can_be_closed_early_and_used_again(self, generator):
+        expected = run_one(generator, make_ids(300)).token_ids
+        run = generator.run(Request(i, make_ids(300, i), GREEDY) for i in range(50))
+        next(run)
+        run.close()
+        assert run_one(generator, make_ids(300)).token_ids == expected
+
+    def test_refuses_a_second_run_beside_the_first(self, generator):
+        run = generator.run([Request(0, [5], GREEDY), Request(1, [6], GREEDY)])
+        next(run)
+        with pytest.raises(RuntimeError, match="runs already"):
+            next(generator.run([]))
+        run.close()
+
+    def test_calls_back_after_each_step(self, generator):
+        steps = []
+        list(
+            generator.run(
+                [Request(0, [5], make_params(max_new_tokens=9))], on_step=lambda: steps.append(1)
+            )
+        )
+        assert len(steps) == 9
+
+    def test_an_error_in_the_model_comes_after_what_was_finished(self, toy_float64):
+        generator = make_generator(toy_float64, max_batch_size=3)
+        expected = run_one(generator, [5, 6], max_new_tokens=8).token_ids
+        [model] = generator._models
+        forward, left = model.forward_chunk, [6]
+
+        def failing(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise MemoryError("no memory left")
+            return forward(*args, **kwargs)
+
+        model.forward_chunk = failing
+        lengths = {"short": 2, "middle": 4, "long": 8}
+        requests = [Request(k, [5], make_params(max_new_tokens=n)) for k, n in lengths.items()]
+        finished = []
+        with pytest.raises(MemoryError, match="no memory left"):
+            finished.extend(c for c in generator.run(requests) if finished.append(c) is None)
+        assert {c.request_id for c in finished} == {"short", "middle"}
+        model.forward_chunk = forward
+        assert run_one(generator, [5, 6], max_new_tokens=8).token_ids == expected
+
+    def test_what_finished_in_a_failing_step_is_not_lost(self, generator, monkeypatch):
+        def fail():
+            raise RuntimeError("defragmentation failed")
+
+        monkeypatch.setattr(generator._generator, "defrag_cache", fail)
+        run = generator.run([Request("last", [5], make_params(max_new_tokens=2))])
+        assert next(run).request_id == "last"
+        with pytest.raises(RuntimeError, match="defragmentation failed"):
+            next(run)
+
+    def test_cannot_be_used_once_closed(self, toy_float64):
+        generator = make_generator(toy_float64)
+        generator.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            next(generator.run([Request(0, [5], GREEDY)]))
+
+
+class TestEnd:
+    IDS = make_ids(12, seed=3)
+
+    def test_by_an_end_token(self, generator, decode):
+        free = run_one(generator, self.IDS).token_ids
+        end = free[5]
+        place = free.index(end)
+        completion = run_one(generator, self.IDS, stop_token_ids=(end,))
+        assert completion.token_ids == free[: place + 1]
+        assert (completion.status, completion.stop_reason) == (Status.STOP, str(end))
+        assert completion.text == decode(free[:place])
+
+    def test_by_nothing_but_the_limit_where_no_stop_is_given(self, generator):
+        completion = run_one(generator, self.IDS)
+        assert (completion.status, completion.stop_reason) == (Status.LENGTH, None)
+        assert len(completion.token_ids) == 24
+
+    def test_end_tokens_wait_for_min_new_tokens(self, generator):
+        free = run_one(generator, self.IDS).token_ids
+        completion = run_one(
+            generator, self.IDS, stop_token_ids=free[:3], min_new_tokens=5, max_new_tokens=200
+        )
+        assert len(completion.token_ids) > 5 or completion.status == Status.LENGTH
+        assert not set(completion.token_ids[:5]) & set(free[:3])
+
+    def test_by_a_stop_string_that_straddles_tokens(self, generator, decode):
+        free = run_one(generator, self.IDS, max_new_tokens=60)
+        text, ids = free.text, free.token_ids
+        stop, needed = _straddling_string(text, ids, decode)
+        completion = run_one(generator, self.IDS, max_new_tokens=60, stop=(stop,))
+        assert (completion.status, completion.stop_reason) == (Status.STOP, stop)
+        assert completion.text == text[: text.index(stop)]
+        assert completion.token_ids == ids[:needed]
+
+    def test_by_the_earliest_of_several_stop_strings(self, generator):
+        text = run_one(generator, self.IDS, max_new_tokens=60).text
+        early, late = text[10:12], text[30:34]
+        completion = run_one(
+            generator, self.IDS, max_new_tokens=60, stop=(late, "never there", early)
+        )
+        assert completion.text == text[: text.index(early)]
+        assert completion.stop_reason == early
+
+    def test_a_stop_string_that_never_comes_holds_nothing_back(self, generator):
+        free = run_one(generator, self.IDS)
+        # its beginning is the end of the text, which exllamav2 would hold back
+        completion = run_one(generator, self.IDS, stop=(free.text[-3:] + "###",))
+        assert completion.text == free.text
+        assert completion.status == Status.LENGTH
+
+    def test_text_before_an_end_token_is_kept_where_a_stop_string_could_begin(
+        self, generator, decode
+    ):
+        free = run_one(generator, self.IDS).token_ids
+        end = free[5]
+        before = decode(free[: free.index(end)])
+        completion = run_one(
+            generator, self.IDS, stop_token_ids=(end,), stop=(before[-2:] + "###",)
+        )
+        assert completion.text == before
+
+    def test_stop_strings_are_seen_after_broken_characters(self, generator, decode):
+        free = run_one(generator, make_ids(20, seed=11), max_new_tokens=120)
+        place = free.text.index("\ufffd")
+        stop = next(
+            free.text[i : i + 2]
+            for i in range(place + 1, len(free.text) - 2)
+            if "\ufffd" not in free.text[i : i + 2] and free.text[i : i + 2] not in free.text[:i]
+        )
+        needed = next(n for n in range(1, 121) if stop in decode(free.token_ids[:n]))
+        completion = run_one(generator, make_ids(20, seed=11), max_new_tokens=120, stop=(stop,))
+        assert completion.token_ids == free.token_ids[:needed]
+
+    def test_a_character_cut_in_half_is_removed_and_flagged(self, generator, decode):
+        free = run_one(generator, make_ids(20, seed=11), max_new_tokens=120).token_ids
+        lengths = range(1, 121)
+        cut = next(n for n in lengths if decode(free[:n]).endswith("\ufffd"))
+        whole = next(n for n in lengths if not decode(free[:n]).endswith("\ufffd"))
+        completion = run_one(generator, make_ids(20, seed=11), max_new_tokens=cut)
+        assert completion.text == decode(free[:cut]).rstrip("\ufffd")
+        assert completion.incomplete_character
+        assert completion.token_ids == free[:cut]
+        completion = run_one(generator, make_ids(20, seed=11), max_new_tokens=whole)
+        assert completion.text == decode(free[:whole])
+        assert not completion.incomplete_character
+
+
+def _straddling_string(text, ids, decode):
+    """A string of the text that no single token holds, and how many tokens complete it."""
+    pieces = [decode([i]) for i in ids]
+    for start in range(8, len(text) - 4):
+        stop = text[start : start + 4]
+        in_one_token = any(stop in piece for piece in pieces)
+        if "\ufffd" not in stop and text.index(stop) == start and not in_one_token:
+            return stop, next(n for n in range(len(ids)) if stop in decode(ids[:n]))
+    raise AssertionError("the toy's text has no such string")
+
+
+def mixed_requests(seed: int, count: int = 20) -> list[Request]:
+    """Equal prompts, shared prefixes of more than a page, and prompts that end at a page's end."""
+    rng = random.Random(seed)
+    prefixes = [make_ids(n, n) for n in (0, 255, 256, 300, 513)] + [[7] * 300]
+    requests: list[Request] = []
+    for i in range(count):
+        ids = rng.choice(prefixes) + make_ids(rng.choice([1, 2, 40, 256, 257]), rng.randrange(9))
+        if requests and rng.random() < 0.25:
+            ids = list(rng.choice(requests).input_ids)
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            top_k=rng.choice([0, 3]),
+            top_p=rng.choice([1.0, 0.8]),
+            seed=rng.randrange(2**64),
+            max_new_tokens=rng.choice([1, 2, 7, 40, 258]),
+            min_new_tokens=rng.choice([0, 1]),
+            stop=rng.choice([(), ("e", "th")]),
+            stop_token_ids=rng.choice([(), tuple(range(40, 60))]),
+        )
+        requests.append(Request(i, ids, params))
+    return requests
+
+
+def answers(generator, requests):
+    completions = list(generator.run(requests))
+    assert sorted(c.request_id for c in completions) == sorted(r.request_id for r in requests)
+    return {c.request_id: (c.status, c.token_ids, c.text, c.stop_reason) for c in completions}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_depend_on_the_request_alone(toy_float64, seed):
+    requests = mixed_requests(seed)
+    single, alone = make_generator(toy_float64, max_batch_size=1), {}
+    for request in requests:
+        single._generator.reset_page_table()  # each without history
+        alone |= answers(single, [request])
+    for batch, cache_tokens in ((7, 1280), (3, 2048)):
+        generator = make_generator(toy_float64, max_batch_size=batch, cache_tokens=cache_tokens)
+        for shuffle_seed in range(2):
+            order = random.Random(shuffle_seed).sample(requests, len(requests))
+            assert answers(generator, order) == alone
+        assert generator.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["the same model", "another model"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+def test_drafting_changes_no_answer(toy_float64, tmp_path, draft_seed, num_draft_tokens):
+    draft = toy_model(tmp_path / "draft", "float64", seed=draft_seed)
+    requests = mixed_requests(5)
+    plain = make_generator(toy_float64)
+    drafting = make_generator(
+        toy_float64,
+        draft_model=str(draft),
+        num_draft_tokens=num_draft_tokens,
+        cache_tokens=1536,
+    )
+    assert answers(drafting, requests) == answers(plain, requests)
+    if draft_seed == 0:  # most drafts are accepted
+        assert drafting.stats.steps < plain.stats.steps
+
+
+class TestPages:
+    """Pages that exllamav2 would offer to other prompts although they were made in other places."""
+
+    def test_after_a_wholly_cached_prompt(self, toy_float64):
+        generator = make_generator(toy_float64)
+        prompt = make_ids(257)
+        first = run_one(generator, prompt)
+        assert run_one(generator, prompt).cached_tokens == 256
+        misleading = [prompt[-1], *first.token_ids[:20]]
+        completion = run_one(generator, misleading)
+        assert completion.cached_tokens == 0
+        fresh = make_generator(toy_float64)
+        assert completion.token_ids == run_one(fresh, misleading).token_ids
+
+    def test_after_a_reserved_page_was_not_needed(self, toy_float64):
+        generator = make_generator(toy_float64)
+        prompt = make_ids(769)
+        run_one(generator, prompt, max_new_tokens=1)
+        run_one(generator, make_ids(900, 1), max_new_tokens=1)  # touches all other pages
+        brief = make_ids(10, 2)
+        end = run_one(make_generator(toy_float64), brief).token_ids[2]
+        reserving = Request("r", brief, make_params(max_new_tokens=900, stop_token_ids=(end,)))
+        again = Request("a", prompt, make_params(max_new_tokens=8))
+        assert len(list(generator.run([reserving, again]))) == 2
+        misleading = prompt[512:700]  # the page before it is the next to be taken
+        completion = run_one(generator, misleading)
+        assert completion.cached_tokens == 0
+        fresh = make_generator(toy_float64)
+        assert completion.token_ids == run_one(fresh, misleading).token_ids
+
+    def test_a_shared_prefix_is_read_once(self, toy_float64):
+        generator = make_generator(toy_float64)
+        prefix = make_ids(600)
+        requests = [Request(i, [*prefix, 5 + i], GREEDY) for i in range(4)]
+        cached = [c.cached_tokens for c in generator.run(requests)]
+        assert sorted(cached) == [0, 600, 600, 600]
+        assert generator.stats.prefill_tokens + sum(cached) == 4 * 600
+        assert generator.stats.cached_tokens == sum(cached)
+
+
+def test_stats_count_what_was_done(toy_float64):
+    generator = make_generator(toy_float64, max_batch_size=4)
+    list(
+        generator.run(
+            [Request(i, make_ids(11, i), make_params(max_new_tokens=5)) for i in range(8)]
+        )
+    )
+    stats = generator.stats
+    assert stats.prefill_tokens == 80
+    assert stats.completion_tokens == stats.rows == 40
+    assert (stats.steps, stats.mean_batch_size) == (10, 4.0)
+    assert stats.seconds > 0

@@ -1,0 +1,133 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bulk_pipeline.engine.request import (
+    GREEDY_BELOW,
+    Request,
+    SamplingParams,
+    Status,
+    request_key,
+    request_seed,
+    serves,
+)
+
+IDS = (5, 6, 7)
+GREEDY = SamplingParams(temperature=0.0, stop=("a", "b"), stop_token_ids=(1, 2))
+SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=40, min_p=0.05, seed=11)
+
+
+def key(ids=IDS, params=SAMPLED, fingerprint="model", **changes):
+    return request_key(ids, replace(params, **changes), fingerprint)
+
+
+class TestKey:
+    def test_never_changes(self):
+        assert key() == "a8dea5915dfdeea2a794a415507b340f"
+        assert key(params=GREEDY) == "0d6c999b74fbb420d6a5175f9eaac41b"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"ids": (5, 6)},
+            {"ids": (6, 5, 7)},
+            {"fingerprint": "other"},
+            {"temperature": 0.81},
+            {"top_p": 0.91},
+            {"top_k": 41},
+            {"min_p": 0.06},
+            {"seed": 12},
+            {"min_new_tokens": 1},
+            {"stop": ("a",)},
+            {"stop_token_ids": (1,)},
+        ],
+        ids=str,
+    )
+    def test_counts_what_decides_the_answer(self, changes):
+        assert key(**changes) != key()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"max_new_tokens": 1},
+            {"stop": ("b", "a", "b")},
+            {"stop_token_ids": (2, 1, 1)},
+            {"ids": list(IDS)},
+        ],
+        ids=str,
+    )
+    def test_does_not_count_what_does_not(self, changes):
+        assert key(**changes) == key()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"seed": 5},
+            {"top_p": 0.5},
+            {"top_k": 3},
+            {"min_p": 0.5},
+            {"temperature": GREEDY_BELOW / 2},
+        ],
+        ids=str,
+    )
+    def test_a_greedy_request_has_no_sampling_settings(self, changes):
+        assert key(params=GREEDY, **changes) == key(params=GREEDY)
+
+    def test_numbers_of_equal_value_are_equal(self):
+        assert key(temperature=1) == key(temperature=1.0)
+
+    @given(
+        st.lists(st.integers(0, 2**31 - 1), max_size=8),
+        st.lists(st.integers(0, 2**31 - 1), max_size=8),
+    )
+    def test_different_ids_have_different_keys(self, a, b):
+        assert (key(ids=a) == key(ids=b)) == (a == b)
+
+
+class TestSeed:
+    def test_never_changes(self):
+        assert request_seed(0, "row", 0) == 2270744334806352862
+
+    def test_depends_on_run_row_and_sample(self):
+        seeds = {
+            request_seed(r, i, s) for r in range(3) for i in ("a", "b", "a0") for s in range(9)
+        }
+        assert len(seeds) == 3 * 3 * 9
+        assert all(0 <= seed < 2**64 for seed in seeds)
+
+    @given(st.text(), st.text(), st.integers(0, 99), st.integers(0, 99))
+    def test_parts_do_not_run_together(self, a, b, m, n):
+        assert (request_seed(0, a, m) == request_seed(0, b, n)) == ((a, m) == (b, n))
+
+    def test_takes_a_lone_surrogate(self):
+        assert request_seed(0, "\ud800", 0) != request_seed(0, "\ud801", 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "tokens", "stored_limit", "limit", "expected"),
+    [
+        (Status.STOP, 10, 64, 64, True),
+        (Status.STOP, 10, 64, 10, True),
+        (Status.STOP, 10, 64, 9, False),
+        (Status.STOP, 10, 64, 500, True),
+        (Status.LENGTH, 64, 64, 64, True),
+        (Status.LENGTH, 64, 64, 65, False),
+        (Status.LENGTH, 64, 64, 63, False),
+        (Status.LOOP, 10, 64, 64, True),
+        (Status.ERROR, 0, 64, 64, False),
+        (Status.TOO_LONG, 0, 64, 64, False),
+    ],
+)
+def test_a_stored_answer_serves_what_it_would_have_been(
+    status, tokens, stored_limit, limit, expected
+):
+    assert serves(status, tokens, stored_limit, limit) is expected
+    assert serves(str(status), tokens, stored_limit, limit) is expected
+
+
+def test_a_request_cannot_be_changed():
+    request = Request("r", IDS, GREEDY)
+    with pytest.raises(FrozenInstanceError):
+        request.sampling.max_new_tokens = 3

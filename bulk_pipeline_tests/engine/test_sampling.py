@@ -1,0 +1,209 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bulk_pipeline.engine.request import SamplingParams
+from bulk_pipeline.engine.sampling import (
+    GAMMA,
+    MIX_1,
+    MIX_2,
+    TOP_P_PREFIX,
+    SamplingBatch,
+    draw,
+    sample,
+    uniform,
+)
+
+MASK = (1 << 64) - 1
+
+
+def mix_reference(z):
+    z = ((z ^ (z >> 30)) * MIX_1) & MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & MASK
+    return z ^ (z >> 31)
+
+
+def uniform_reference(seed, position):
+    z = (mix_reference(seed) + (position + 1) * GAMMA) & MASK
+    return (mix_reference(z) >> 11) / 2**53
+
+
+def sample_rows(logits, params, positions=None):
+    logits = torch.as_tensor(logits, dtype=torch.float64)
+    batch = SamplingBatch.from_params(params, logits.shape[1])
+    positions = [0] * len(params) if positions is None else positions
+    return sample(logits, batch, torch.tensor(positions)).tolist()
+
+
+def support(probabilities, draws=400, **settings):
+    """The set of ids that ever come, out of many seeds."""
+    logits = torch.tensor(probabilities, dtype=torch.float64).log().expand(draws, -1)
+    params = [SamplingParams(seed=seed, **settings) for seed in range(draws)]
+    return set(sample_rows(logits, params))
+
+
+class TestRandomNumbers:
+    @given(st.integers(0, MASK), st.integers(0, 2**40))
+    def test_equal_the_plain_python_hash(self, seed, position):
+        signed = seed - (1 << 64) if seed >> 63 else seed
+        assert uniform(torch.tensor([signed]), torch.tensor([position])).item() == (
+            uniform_reference(seed, position)
+        )
+
+    def test_are_splitmix64(self):
+        # the first outputs of the published generator from state 1234567
+        state, expected = 1234567, [6457827717110365317, 3203168211198807973]
+        for output in expected:
+            state = (state + GAMMA) & MASK
+            assert mix_reference(state) == output
+
+    def test_never_change(self):
+        numbers = uniform(torch.tensor([0, 1, -1]), torch.tensor([0, 1, 2**20])).tolist()
+        assert numbers == [0.8833108082136426, 0.37239342287916577, 0.7279457207988435]
+
+    def test_are_uniform_over_seeds_and_over_positions(self):
+        many = torch.arange(20_000)
+        for numbers in (uniform(many, many * 0 + 3), uniform(many * 0 + 7, many)):
+            counts = torch.histc(numbers, 20, 0, 1)
+            chi_squared = ((counts - 1000) ** 2 / 1000).sum().item()
+            assert chi_squared < 45.3  # 19 degrees of freedom, p = 0.0006
+            assert 0 <= numbers.min() < numbers.max() < 1
+
+    def test_a_seed_counts_with_all_64_bits(self):
+        logits = torch.zeros(1, 1000)
+        drawn = {sample_rows(logits, [SamplingParams(seed=1 << bit)])[0] for bit in range(64)}
+        assert len(drawn) > 55
+
+
+class TestDraw:
+    def test_takes_tokens_in_the_order_of_their_ids(self):
+        weights = torch.tensor([[1.0, 0.0, 2.0, 1.0]], dtype=torch.float64).expand(6, -1)
+        u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+        assert draw(weights, u).tolist() == [0, 0, 2, 2, 3, 3]
+
+    def test_never_takes_a_last_token_without_weight(self):
+        weights = torch.tensor([[0.3, 0.3, 0.1, 0.0]], dtype=torch.float64)
+        assert draw(weights, torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 2
+
+    def test_follows_softmax(self):
+        logits = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5], dtype=torch.float64)
+        for temperature in (0.5, 1.0, 2.0):
+            params = [SamplingParams(temperature, seed=seed) for seed in range(20_000)]
+            ids = torch.tensor(sample_rows(logits.expand(20_000, -1), params))
+            expected = torch.softmax(logits / temperature, 0) * 20_000
+            observed = torch.bincount(ids, minlength=5)
+            chi_squared = ((observed - expected) ** 2 / expected).sum().item()
+            assert chi_squared < 20.0  # 4 degrees of freedom, p = 0.0005
+
+    def test_a_nan_row_does_not_reach_past_the_vocabulary(self):
+        ids = sample_rows([[math.nan, 0.0, 1.0], [0.0, 0.0, 90.0]], [SamplingParams()] * 2)
+        assert 0 <= ids[0] < 3
+        assert ids[1] == 2
+
+
+PROBABILITIES = [0.05, 0.40, 0.20, 0.25, 0.10]
+SUPPORTS = {
+    "no limits": ({}, {0, 1, 2, 3, 4}),
+    "top_k 1": ({"top_k": 1}, {1}),
+    "top_k 3": ({"top_k": 3}, {1, 2, 3}),
+    "top_k over the vocabulary": ({"top_k": 50}, {0, 1, 2, 3, 4}),
+    "top_p takes the token that reaches it": ({"top_p": 0.41}, {1, 3}),
+    "top_p below the best token": ({"top_p": 0.1}, {1}),
+    "top_p 0.9": ({"top_p": 0.9}, {1, 2, 3, 4}),
+    "min_p": ({"min_p": 0.3}, {1, 2, 3}),
+    "min_p 1": ({"min_p": 1.0}, {1}),
+    "top_p counts what top_k left": ({"top_k": 2, "top_p": 0.6}, {1}),
+    "top_k after nothing": ({"top_k": 2, "top_p": 0.7}, {1, 3}),
+    "min_p after both": ({"top_k": 4, "top_p": 0.95, "min_p": 0.6}, {1, 3}),
+    "temperature first": ({"temperature": 0.25, "min_p": 0.3}, {1}),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_support_is_exact(name):
+    limits, expected = SUPPORTS[name]
+    assert support(PROBABILITIES, **limits) == expected
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}])
+def test_ties_stay_together(limits):
+    assert support([0.4, 0.1, 0.2, 0.2, 0.1, 0.0], top_k=2) == {0, 2, 3}
+    assert support([0.3, 0.05, 0.3, 0.3, 0.05], **limits) == {0, 2, 3}
+
+
+def test_top_p_beyond_the_prefix_is_exact():
+    size = 3 * TOP_P_PREFIX
+    flat = torch.zeros(1, size, dtype=torch.float64) - torch.arange(size) * 1e-9
+    params = [SamplingParams(top_p=0.5, seed=seed) for seed in range(2000)]
+    ids = sample_rows(flat.expand(2000, -1), params)
+    assert 0.49 * size < max(ids) < 0.5 * size + 1
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("temperature", [0.0, 9e-6])
+    def test_takes_the_best(self, temperature):
+        params = [SamplingParams(temperature, top_k=5, seed=s) for s in range(3)]
+        assert sample_rows([[1, 3, 2], [9, 0, 0], [0, 0, 1]], params) == [1, 0, 2]
+
+    def test_mixes_with_sampled_rows(self):
+        row = torch.randn(1, 50, dtype=torch.float64)
+        sampled = SamplingParams(seed=5, top_p=0.9)
+        greedy = SamplingParams(0.0, top_k=1)
+        mixed = sample_rows(row.expand(2, -1), [greedy, sampled])
+        assert mixed == [row.argmax().item(), *sample_rows(row, [sampled])]
+
+    def test_uses_nothing_that_no_row_needs(self):
+        batch = SamplingBatch.from_params([SamplingParams(0.0, top_k=3, top_p=0.5, min_p=0.1)], 9)
+        assert batch.temperature is batch.top_k is batch.top_p is batch.log_min_p is None
+
+
+class TestMinNewTokens:
+    PARAMS = SamplingParams(0.0, min_new_tokens=2, stop_token_ids=(1, 3, 99))
+
+    @pytest.mark.parametrize(("position", "expected"), [(0, 2), (1, 2), (2, 1), (9, 1)])
+    def test_holds_end_tokens_back_until_then(self, position, expected):
+        assert sample_rows([[0, 9, 1, 5]], [self.PARAMS], [position]) == [expected]
+
+    def test_is_each_rows_own(self):
+        free, other = (
+            SamplingParams(0.0),
+            SamplingParams(0.0, min_new_tokens=5, stop_token_ids=(2,)),
+        )
+        no_ends = SamplingParams(0.0, min_new_tokens=5)
+        logits = [[0, 9, 1, 5]] * 3 + [[9, 0, 0, 0]]
+        assert sample_rows(logits, [self.PARAMS, free, other, no_ends]) == [2, 1, 1, 0]
+
+    def test_leaves_the_logits_as_they_were(self):
+        logits = torch.tensor([[0.0, 9, 1, 5]])
+        sample(logits, SamplingBatch.from_params([self.PARAMS], 4), torch.tensor([0]))
+        assert logits.tolist() == [[0, 9, 1, 5]]
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    min_new_tokens=st.integers(0, 3),
+    seed=st.integers(0, MASK),
+    stop_token_ids=st.sampled_from([(), (0,), (1, 2, 3)]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(params_strategy, min_size=1, max_size=8), st.integers(0, 2**31), st.data())
+def test_a_row_does_not_depend_on_its_batch(params, logit_seed, data):
+    rows = len(params)
+    generator = torch.Generator().manual_seed(logit_seed)
+    logits = torch.randn(rows, 200, dtype=torch.float64, generator=generator) * 3
+    positions = data.draw(st.lists(st.integers(0, 5), min_size=rows, max_size=rows))
+    together = sample_rows(logits, params, positions)
+    order = data.draw(st.permutations(range(rows)))
+    shuffled = sample_rows(logits[order], [params[i] for i in order], [positions[i] for i in order])
+    alone = [sample_rows(logits[i : i + 1], [params[i]], [positions[i]])[0] for i in range(rows)]
+    assert together == alone
+    assert [together[i] for i in order] == shuffled
