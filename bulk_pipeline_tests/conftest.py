@@ -3,10 +3,20 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from bulk_pipeline_tests.toy import toy_model
 
+
 MODELS = Path(__file__).parent.parent / "data" / "models"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where PyTorch sees none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(scope="session")
