@@ -24,8 +24,9 @@ ready: $(VENV)/.installed $(DAGSTER_HOME)/dagster.yaml $(MODEL)/config.json
 
 demo: ready  ## Run the sample dataset through the small model and show the answers
 	$(BIN)/bulk-pipeline partitions sync demo
-	$(BIN)/dagster asset materialize -m bulk_pipeline.definitions --select 'group:demo' \
-	  --partition-range everyday...knowledge_and_code
+	PYTHONWARNINGS=ignore $(BIN)/dagster asset materialize -m bulk_pipeline.definitions \
+	  --select 'group:demo' --partition-range everyday...knowledge_and_code \
+	  --config-json '{"loggers": {"console": {"config": {"log_level": "INFO"}}}}'
 	$(BIN)/bulk-pipeline show demo --rows 0
 
 test: ready  ## Run all tests

@@ -92,7 +92,8 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
         raise click.ClickException(
             f"--columns: no column {', '.join(missing)}; there are {', '.join(table.columns)}"
         )
-    shown = table.select(names)
+    # A line a row: white space within a value is shown as one blank.
+    shown = table.select(names).with_columns(pl.col(pl.String).str.replace_all(r"\s+", " "))
     with pl.Config(
         tbl_rows=-1,
         tbl_cols=-1,
