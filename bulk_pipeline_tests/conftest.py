@@ -7,7 +7,6 @@ import torch
 
 from bulk_pipeline_tests.toy import toy_model
 
-
 MODELS = Path(__file__).parent.parent / "data" / "models"
 
 
