@@ -239,6 +239,22 @@ class GeneratorSettings(BaseModel):
         multiple_of=PAGE_TOKENS,
         description=f"Most prompt tokens in one forward pass, a multiple of {PAGE_TOKENS}.",
     )
+    gpu_split: list[float] | None = Field(
+        None,
+        description="GiB of weights for each GPU, in order. Default (null): as exllamav2 splits "
+        "them over all visible GPUs.",
+    )
+    tensor_parallel: bool = Field(
+        False,
+        description="Split every layer over all visible GPUs, where it is otherwise placed whole "
+        "on one; needs flash-attn.",
+    )
+    rope_scale: float | None = Field(
+        None, gt=0, description="Linear scale of positions on a GPU. Default (null): the model's."
+    )
+    rope_alpha: float | None = Field(
+        None, gt=0, description="NTK scale of the rope base on a GPU. Default (null): none."
+    )
     draft_model: str | None = Field(
         None,
         description="Folder or hub id of a smaller model with the same vocabulary, for "

@@ -97,6 +97,7 @@ COMPLETIONS_SCHEMA = pa.schema(
         _field("max_new_tokens", pa.int32(), "The limit the request ran with"),
         _field("request_key", pa.string(), "Hash of what decides the answer; null if not run"),
         _field("error", pa.string(), "Why there is no usable answer, else null"),
+        _field("produced_by", pa.string(), "Model, versions, settings as JSON", stable=False),
         _field("attempts", pa.int32(), "How often the request was started", stable=False),
         _field("cached_tokens", pa.int32(), "Prompt tokens found in the cache", stable=False),
         _field("queue_seconds", pa.float32(), "Seconds in the queue", stable=False),

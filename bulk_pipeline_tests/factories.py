@@ -1,7 +1,7 @@
 """Specs, tables and a trivial generator for tests of the stages."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
@@ -111,6 +111,8 @@ class EchoGenerator:
     It finishes requests out of order, two at a time, and fails at a request whose first token
     id is in `fails_at`.
     """
+
+    provenance: ClassVar[dict[str, Any]] = {"generator": "echo"}
 
     def __init__(self, fails_at: Iterable[int] = (), errors_at: Iterable[int] = ()):
         self.requests: list[Request] = []

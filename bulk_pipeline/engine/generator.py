@@ -18,6 +18,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exllamav2.generator.dynamic import _randomhash
 
+from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, SamplingParams, Status
 from bulk_pipeline.engine.sampling import SamplingBatch, sample
 from bulk_pipeline.spec import PAGE_TOKENS
@@ -93,11 +94,15 @@ class BulkGenerator:
     draft_model, draft_cache
         A smaller model for speculative decoding, and its cache of the same size. Tokens are the
         same with and without it.
+    provenance
+        What is recorded with every completion: model, versions, settings.
 
     Attributes
     ----------
     stats
         Counters since the generator was made.
+    provenance
+        As given.
     max_seq_len
         As given, or less where the cache holds less.
     """
@@ -114,8 +119,10 @@ class BulkGenerator:
         draft_model: Model | None = None,
         draft_cache: Any = None,
         num_draft_tokens: int = 4,
+        provenance: dict[str, Any] | None = None,
     ) -> None:
         self.stats = Stats()
+        self.provenance = provenance or {}
         self._num_draft = num_draft_tokens if draft_model else 0
         self.max_seq_len = min(max_seq_len, cache.max_seq_len - self._num_draft)
         self._vocab_size = int(model.config.vocab_size)
@@ -196,8 +203,10 @@ class BulkGenerator:
         try:
             if self._generator.num_remaining_jobs():
                 self._generator.iterate()
-        except BaseException:  # what the pages hold is uncertain now
+        except BaseException as error:  # what the pages hold is uncertain now
             self._generator.forget()
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                raise RuntimeError(out_of_memory_message("generating")) from None
             raise
         finally:
             self.stats.seconds += time.perf_counter() - started

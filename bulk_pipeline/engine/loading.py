@@ -5,7 +5,10 @@ imported only once the device is known, because exllamav2's compiled module depe
 """
 
 import gc
+import importlib
+import importlib.util
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
-from bulk_pipeline.engine.stand_in import install_stand_in
+from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in
 from bulk_pipeline.engine.tokenizer import check_weights, model_fingerprint, resolve_model
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
@@ -35,14 +38,10 @@ def load_generator(settings: GeneratorSettings) -> "BulkGenerator":
     ValueError
         One line that names the setting, the rule and the remedy.
     RuntimeError
-        If the settings ask for a GPU, which this version cannot use.
+        If the GPU's memory does not suffice, or exllamav2's compiled module cannot be had.
     """
-    if resolve_device(settings) == "cuda":
-        raise RuntimeError(
-            f"generator.device: {settings.device} gives cuda, which this version cannot use yet; "
-            "set generator.device: cpu"
-        )
-    return _load_on_cpu(settings)
+    on_cpu = resolve_device(settings) == "cpu"
+    return _load_on_cpu(settings) if on_cpu else _load_on_cuda(settings)
 
 
 def resolve_device(settings: GeneratorSettings) -> Literal["cpu", "cuda"]:
@@ -62,7 +61,7 @@ def fingerprint_extras(settings: GeneratorSettings) -> dict[str, Any]:
     return {
         "dtype": settings.dtype if on_cpu else "float16",
         "cache_type": settings.dtype if on_cpu else settings.cache_type,
-        "rope": "model",  # rope scaling is the model's own; there is no setting yet
+        "rope": [settings.rope_scale, settings.rope_alpha],
     }
 
 
@@ -70,6 +69,92 @@ def settings_fingerprint(settings: GeneratorSettings) -> str:
     """Return the model's fingerprint under these settings, without loading it."""
     folder = resolve_model(settings.model, settings.revision)
     return model_fingerprint(folder, fingerprint_extras(settings))
+
+
+def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
+    _check_compiled_module()
+    from bulk_pipeline.engine.cuda import load_cuda_model
+    from bulk_pipeline.engine.generator import BulkGenerator
+
+    folder = _model_folder(settings.model, settings.revision)
+    num_draft = settings.num_draft_tokens if settings.draft_model else 0
+    rows = settings.max_batch_size * (num_draft + 1)
+    tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
+    draft = draft_cache = None
+    model, cache, report = load_cuda_model(settings, folder, rows=rows, cache_tokens=tokens)
+    if settings.draft_model is not None:
+        draft_folder = _model_folder(settings.draft_model, None)
+        draft, draft_cache, draft_report = load_cuda_model(
+            settings, draft_folder, rows=rows, cache_tokens=cache.max_seq_len
+        )
+        _check_draft(draft.config.vocab_size, model.config.vocab_size, draft_folder.name)
+        logger.info("draft model %s: %s", draft_folder.name, draft_report)
+    generator = BulkGenerator(
+        model,
+        cache,
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        max_batch_size=settings.max_batch_size,
+        max_seq_len=model.max_seq_len,
+        max_chunk_size=settings.max_chunk_size,
+        draft_model=draft,
+        draft_cache=draft_cache,
+        num_draft_tokens=settings.num_draft_tokens,
+        provenance=_provenance(
+            settings,
+            folder,
+            cache.max_seq_len,
+            device=torch.cuda.get_device_name(),
+            quantization=model.quantization,
+            attention=model.attention,
+        ),
+    )
+    logger.info(
+        "loaded %s (%s, attention by %s): %s", folder.name, model.quantization,
+        model.attention, report,
+    )  # fmt: skip
+    return generator
+
+
+def _provenance(
+    settings: GeneratorSettings, folder: Path, cache_tokens: int, **found: str
+) -> dict[str, Any]:
+    """What produced a completion, as far as it is no part of the request."""
+    versions = {name: version(name) for name in ("torch", "exllamav2", "transformers")}
+    return {
+        "model": folder.name,
+        "fingerprint": model_fingerprint(folder, fingerprint_extras(settings)),
+        **found,
+        "cache_type": settings.cache_type if found["device"] != "cpu" else settings.dtype,
+        "cache_tokens": cache_tokens,
+        "max_batch_size": settings.max_batch_size,
+        "max_chunk_size": settings.max_chunk_size,
+        "draft_model": settings.draft_model and Path(settings.draft_model).name,
+        **versions,
+    }
+
+
+def _check_compiled_module() -> None:
+    """Make exllamav2's compiled module importable, or say why it is not.
+
+    exllamav2 compiles it on import where it is not installed, which needs CUDA's compiler.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if importlib.util.find_spec(EXTENSION) is None and CUDA_HOME is None:
+        raise RuntimeError(
+            "generator.device: cuda needs exllamav2's compiled module, and neither it nor CUDA's "
+            "compiler (nvcc) is installed; install an exllamav2 wheel built for this PyTorch and "
+            "CUDA, or nvcc, or set generator.device: cpu"
+        )
+    try:
+        importlib.import_module("exllamav2")
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise RuntimeError(
+            f"generator.device: cuda needs exllamav2's compiled module, which cannot be loaded or "
+            f"built here ({reason}); install an exllamav2 wheel built for PyTorch "
+            f"{torch.__version__}, or set generator.device: cpu"
+        ) from error
 
 
 def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
@@ -91,6 +176,9 @@ def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
         draft_model=draft,
         draft_cache=PagedCache(draft, tokens) if draft else None,
         num_draft_tokens=settings.num_draft_tokens,
+        provenance=_provenance(
+            settings, folder, tokens, device="cpu", quantization=settings.dtype, attention="torch"
+        ),
     )
     logger.info(
         "loaded %s on cpu in %s: cache of %d tokens, sequences of at most %d, batches of %d",
@@ -116,17 +204,21 @@ def _load_draft(settings: GeneratorSettings, model: "CpuModel") -> "CpuModel":
     assert settings.draft_model is not None
     folder = _model_folder(settings.draft_model, None)
     draft = load_cpu_model(folder, settings.dtype, None)
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"generator.draft_model must have the vocabulary of the model "
-            f"({model.config.vocab_size} tokens), got {draft.config.vocab_size} in {folder.name}"
-        )
+    _check_draft(draft.config.vocab_size, model.config.vocab_size, folder.name)
     if draft.config.max_seq_len < model.config.max_seq_len:
         raise ValueError(
             f"generator.draft_model: {folder.name} reads at most {draft.config.max_seq_len} "
             f"tokens; set generator.max_seq_len to at most that, got {model.config.max_seq_len}"
         )
     return draft
+
+
+def _check_draft(draft_size: int, size: int, name: str) -> None:
+    if draft_size != size:
+        raise ValueError(
+            f"generator.draft_model must have the vocabulary of the model ({size} tokens), got "
+            f"{draft_size} in {name}"
+        )
 
 
 def _cache_tokens(settings: GeneratorSettings, model: "CpuModel", draft: "CpuModel | None") -> int:

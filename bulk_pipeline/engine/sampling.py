@@ -121,35 +121,41 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) 
         return logits.argmax(dim=-1)
     scaled = logits.double() / batch.temperature[:, None]
     weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
-    weights = weights.masked_fill(scaled < _cutoff(scaled, weights, batch)[:, None], 0.0)
-    ids = draw(weights, uniform(batch.seed, positions))
+    kept = scaled >= _cutoff(scaled, weights, batch)[:, None]
+    ids = draw(scaled, kept, batch.seed, positions)
     if batch.is_greedy is None:
         return ids
     return torch.where(batch.is_greedy, logits.argmax(dim=-1), ids)
 
 
-def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Return the first token id whose cumulative weight exceeds `u` times the total.
+def draw(
+    scaled: torch.Tensor, kept: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Draw from softmax(`scaled`) over the `kept` tokens: [rows, vocabulary] both; ids [rows].
 
-    `weights` are [rows, vocabulary], not normalised, `u` [rows] in [0, 1). A token of weight 0 is
-    never drawn.
+    By the Gumbel-max trick, with one random number a token. Against drawing from the cumulative
+    distribution with one number a row it costs more hashing, and is far less sensitive: rounding
+    of the logits changes the token about as rarely as it changes their order, where cumulative
+    sums add up the rounding of all tokens before.
     """
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1]
-    # u * total can round up to the total itself
-    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return ids.clamp(max=weights.shape[-1] - 1)  # beyond the end only where a logit is NaN
+    rows, ids = kept.nonzero(as_tuple=True)
+    numbers = uniform(seed[rows], positions[rows], ids)
+    scores = torch.full_like(scaled, float("-inf"))
+    scores[rows, ids] = scaled[rows, ids] - (-numbers.log()).log()
+    return scores.argmax(dim=-1)
 
 
-def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers in [0, 1), each decided by a seed and a position alone.
+def uniform(seed: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return float64 numbers in (0, 1), decided by seed, token position and token id alone.
 
-    The number at position i is the i-th of a splitmix64 generator that starts from the mixed
-    seed: integer arithmetic that wraps around, so it is the same everywhere.
+    The state at position i is the i-th output of a splitmix64 generator that starts from the
+    mixed seed, and a token's number the output of that state for its id: integer arithmetic that
+    wraps around, so it is the same everywhere.
     """
-    bits = _mix(_mix(seed) + (positions + 1) * _to_int64(GAMMA))
-    return _shift_right(bits, 11).double() * 2.0**-53
+    gamma = _to_int64(GAMMA)
+    state = _mix(_mix(seed) + (positions + 1) * gamma)
+    bits = _mix(state + (ids + 1) * gamma)
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:

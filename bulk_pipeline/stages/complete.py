@@ -6,6 +6,7 @@ are committed every few rows or seconds. In the end the stored completions are d
 requests that want them, sorted, and committed as the finished table.
 """
 
+import json
 import logging
 import time
 from collections import Counter
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 class Generator(Protocol):
     """What this stage needs of the engine; `BulkGenerator` is one."""
+
+    provenance: dict[str, Any]
 
     def run(
         self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
@@ -133,8 +136,10 @@ def complete_partition(
         )
         progress = Progress(key, requests=len(run.leaders))
         if len(run.leaders):
+            generator = get_generator()
+            progress.started = time.monotonic()
             sink = _PartSink(spec, writer, progress, on_progress)
-            _run_requests(run, prompts, get_generator(), model_fingerprint, sink)
+            _run_requests(run, prompts, generator, model_fingerprint, sink)
         if not is_finished:
             _finish(prompts, partition, writer, wanted, inputs, spec)
         counts = writer.manifest.meta["status_counts"]
@@ -363,19 +368,19 @@ def _run_requests(
                 yield Request(number, wanted.input_ids, wanted.sampling)
                 leader = next(leaders, None)
 
+    produced_by = json.dumps(generator.provenance, sort_keys=True)
     try:
         for completion in generator.run(requests(), on_step=sink.tick):
             wanted, key = run.in_flight.pop(cast(int, completion.request_id))
             attempts = run.attempts.get(_key_halves(key), 0) + 1
-            sink.add(_completion_row(wanted, completion, key, attempts))
+            row = _completion_row(wanted, completion, key)
+            sink.add(row | {"attempts": attempts, "produced_by": produced_by})
     finally:
         sink.flush()
     assert sink.progress.done == len(run.leaders), (sink.progress.done, len(run.leaders))
 
 
-def _completion_row(
-    wanted: _Wanted, completion: Completion, key: str, attempts: int
-) -> dict[str, Any]:
+def _completion_row(wanted: _Wanted, completion: Completion, key: str) -> dict[str, Any]:
     sampling = wanted.sampling
     assert sampling is not None
     return {
@@ -394,7 +399,6 @@ def _completion_row(
         "max_new_tokens": sampling.max_new_tokens,
         "request_key": key,
         "error": completion.error,
-        "attempts": attempts,
         "cached_tokens": completion.cached_tokens,
         "queue_seconds": completion.queue_seconds,
         "prefill_seconds": completion.prefill_seconds,

@@ -170,7 +170,8 @@ def max_sequence_length(
             "generator.max_seq_len must be set: the model's config.json does not say "
             "max_position_embeddings"
         )
-    if made_for is not None and limit > made_for:
+    is_extended = settings.rope_scale is not None or settings.rope_alpha is not None
+    if made_for is not None and limit > made_for and not is_extended:
         raise ValueError(
             f"generator.max_seq_len must not exceed what the model was made for ({made_for}), "
             f"got {limit}; lower it"

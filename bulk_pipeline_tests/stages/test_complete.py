@@ -49,6 +49,7 @@ def test_each_request_is_answered_once_in_order(spec, store):
     assert [row["row_index"] for row in rows] == list(range(25))
     assert [row["row_id"] for row in rows] == [f"row-{i}" for i in range(25)]
     assert [row["completion"] for row in rows] == [f"1 2 3 {i}" for i in range(25)]
+    assert {row["produced_by"] for row in rows} == {'{"generator": "echo"}'}
     assert report.rows == 25
     assert report.metadata["requests_run"] == 25
     assert report.metadata["status_stop"] == 25

@@ -1,0 +1,227 @@
+"""How right the GPU side is: agreement with transformers, batch invariance, caches, mixed lengths.
+
+    python benchmarks/gpu_correctness.py FP16_FOLDER EXL2_FOLDER [OUT.json]
+
+FP16_FOLDER and EXL2_FOLDER hold the same model. Prints a line a measurement, and writes all as
+JSON.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import exllamav2
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bulk_pipeline.engine.loading import load_generator
+from bulk_pipeline.engine.request import Request, SamplingParams
+from bulk_pipeline.spec import GeneratorSettings
+
+DATA = Path(__file__).parent.parent / "data" / "demo"
+NUM_PROMPTS = 200
+NEW_TOKENS = 40
+AGREED_TOKENS = 32
+END = (2,)
+CHUNK = 64  # tokens a pass when perplexity is measured: later chunks read what the cache holds
+
+
+def prompts(tokenizer) -> list[list[int]]:
+    """200 chats of mixed length, from the sample data: whole questions and their beginnings."""
+    questions = []
+    for path in sorted(DATA.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            text = json.loads(line)["question"]
+            if (
+                text
+                and text.strip()
+                and text.isprintable() | ("\n" in text)
+                and "\ud83d" not in text
+            ):
+                questions.append(text)
+    rnd = random.Random(1)
+    while len(questions) < NUM_PROMPTS:
+        words = rnd.choice(questions).split()
+        questions.append("Continue: " + " ".join(words[: rnd.randint(1, len(words))]))
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], add_generation_prompt=True, tokenize=True,
+            return_dict=False,
+        )
+        for q in questions[:NUM_PROMPTS]
+    ]  # fmt: skip
+
+
+def complete(generator, all_ids, **changes) -> list[tuple[int, ...]]:
+    params = SamplingParams(
+        **{"temperature": 0, "max_new_tokens": NEW_TOKENS, "stop_token_ids": END} | changes
+    )
+    requests = [Request(i, ids, params) for i, ids in enumerate(all_ids)]
+    found = {c.request_id: c.token_ids for c in generator.run(requests)}
+    assert len(found) == len(all_ids)
+    return [found[i] for i in range(len(all_ids))]
+
+
+def settings(model, **changes) -> GeneratorSettings:
+    return GeneratorSettings(
+        **{"model": str(model), "device": "cuda", "cache_tokens": 65536, "max_batch_size": 64}
+        | changes
+    )
+
+
+def first_difference(a, b) -> int | None:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def agreement(folder, all_ids) -> dict:
+    generator = load_generator(settings(folder))
+    ours = complete(generator, all_ids)
+    generator.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
+    differing, agreed = [], 0
+    for ids, found in zip(all_ids, ours, strict=True):
+        given = torch.tensor([ids], device="cuda")
+        with torch.inference_mode():
+            theirs = model.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=False,
+                max_new_tokens=NEW_TOKENS, eos_token_id=list(END), pad_token_id=END[0],
+            )[0, len(ids) :].tolist()  # fmt: skip
+        place = first_difference(found, theirs)
+        agreed += place is None or place >= AGREED_TOKENS
+        if place is not None and place < min(len(found), len(theirs)):
+            whole = torch.tensor([ids + theirs[:place]], device="cuda")
+            with torch.inference_mode():
+                logits = model(whole).logits[0, -1].float()
+            gap = float(logits[theirs[place]] - logits[found[place]])
+            differing.append(
+                {"prompt_tokens": len(ids), "place": place, "logit_gap": round(gap, 4)}
+            )
+    return {
+        "prompts": len(all_ids),
+        "agree_for_32_tokens": agreed,
+        "rows_that_differ": len(differing),
+        "differences": sorted(differing, key=lambda d: -d["logit_gap"]),
+    }
+
+
+def batch_invariance(folder, all_ids) -> dict:
+    answers = {}
+    for batch in (1, 8, 64):
+        generator = load_generator(settings(folder, max_batch_size=batch))
+        answers[batch] = complete(generator, all_ids)
+        generator.close()
+    return {
+        f"rows_that_differ_{a}_{b}": sum(
+            x != y for x, y in zip(answers[a], answers[b], strict=True)
+        )
+        for a, b in ((1, 8), (1, 64), (8, 64))
+    } | {"rows": len(all_ids)}
+
+
+@torch.inference_mode()
+def perplexity(model_folder, cache_type, ids) -> float:
+    from exllamav2.attn import ExLlamaV2Attention
+
+    generator = load_generator(settings(model_folder, cache_type=cache_type, cache_tokens=4096))
+    model, cache = generator._models[0], generator._generator.cache
+    pages = torch.arange(16, dtype=torch.int32)[None]
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - 1, CHUNK):
+        chunk = torch.tensor([ids[start : start + CHUNK]])
+        params = ExLlamaV2Attention.PagedParams(
+            batch_size=1, block_index=pages.clone(),
+            cache_seqlens=torch.tensor([start], dtype=torch.int32),
+            max_cache_seqlen=start, page_size=256, q_len=chunk.shape[1],
+        )  # fmt: skip
+        logits = model.forward_chunk(input_ids=chunk, attn_params=params, cache=cache)["logits"]
+        wanted = torch.tensor(ids[start + 1 : start + 1 + CHUNK], device=logits.device)
+        losses = torch.nn.functional.cross_entropy(
+            logits[0, : len(wanted)].float(), wanted, reduction="sum"
+        )
+        total, count = total + losses.item(), count + len(wanted)
+    generator.close()
+    return round(float(torch.tensor(total / count).exp()), 4)
+
+
+def perplexities(fp16, exl2, tokenizer) -> dict:
+    text = (Path(__file__).parent.parent / "LICENSE").read_text()
+    ids = tokenizer.encode(text, add_special_tokens=False)[:2000]
+    found = {"tokens": len(ids), "fp16_fp16": perplexity(fp16, "fp16", ids)}
+    for cache_type in ("fp16", "q8", "q6", "q4"):
+        found[f"exl2_{cache_type}"] = perplexity(exl2, cache_type, ids)
+    return found
+
+
+def mixed_lengths(folder) -> dict:
+    """2,000 rows of 1 token to the limit, in a cache that holds a tenth of them at once."""
+    rnd = random.Random(2)
+    limit, rows = 2048, 2000
+    work = []
+    for i in range(rows):
+        total = rnd.choice([2, 255, 256, 257, 512, 513, limit, limit + 1, rnd.randint(2, limit)])
+        new = rnd.randint(1, min(total - 1, 96))
+        ids = [rnd.randrange(100, 40000) for _ in range(total - new)]
+        params = SamplingParams(
+            temperature=float(i % 2), top_p=0.9, max_new_tokens=new, seed=i, stop_token_ids=END
+        )
+        work.append(Request(i, ids, params))
+    tokens = sum(len(r.input_ids) + r.sampling.max_new_tokens for r in work)
+    cache = tokens // 10 // 256 * 256
+    generator = load_generator(
+        settings(folder, cache_tokens=cache, max_seq_len=limit, max_batch_size=256)
+    )
+    statuses: dict[str, int] = {}
+    peaks = []
+    started = time.monotonic()
+    for number, completion in enumerate(generator.run(iter(work))):
+        statuses[completion.status] = statuses.get(completion.status, 0) + 1
+        if number % 400 == 399:
+            peaks.append(round(torch.cuda.max_memory_allocated() / 2**30, 3))
+            torch.cuda.reset_peak_memory_stats()
+    seconds = time.monotonic() - started
+    stats = generator.stats
+    generator.close()
+    return {
+        "rows": rows, "statuses": statuses, "cache_tokens": cache, "seconds": round(seconds, 1),
+        "peak_gib_each_400_rows": peaks, "mean_batch": round(stats.mean_batch_size, 1),
+        "completion_tokens": stats.completion_tokens,
+    }  # fmt: skip
+
+
+def main() -> None:
+    fp16, exl2 = Path(sys.argv[1]), Path(sys.argv[2])
+    tokenizer = AutoTokenizer.from_pretrained(fp16)
+    all_ids = prompts(tokenizer)
+    results = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "exllamav2": exllamav2.__version__,
+            "transformers": transformers.__version__,
+        },
+        "prompt_tokens": [min(map(len, all_ids)), max(map(len, all_ids))],
+    }
+    for name, measure in (
+        ("mixed_lengths", lambda: mixed_lengths(exl2)),
+        ("perplexity", lambda: perplexities(fp16, exl2, tokenizer)),
+        ("batch_invariance_fp16", lambda: batch_invariance(fp16, all_ids)),
+        ("batch_invariance_exl2", lambda: batch_invariance(exl2, all_ids)),
+        ("agreement_fp16", lambda: agreement(fp16, all_ids)),
+    ):
+        started = time.monotonic()
+        results[name] = measure()
+        print(
+            f"{name} ({time.monotonic() - started:.0f} s):", json.dumps(results[name]), flush=True
+        )
+    if len(sys.argv) > 3:
+        Path(sys.argv[3]).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""exllamav2's own model and caches on GPUs: EXL2, GPTQ and float16 folders, split over devices.
+
+What goes where is measured and reported; what cannot work is refused by name before or instead of
+exllamav2's assertions.
+"""
+
+import gc
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from exllamav2 import (
+    ExLlamaV2,
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2Config,
+)
+from exllamav2 import attn as exllamav2_attn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from bulk_pipeline.engine import attention
+from bulk_pipeline.engine.memory import GIB, is_out_of_memory, out_of_memory_message
+from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
+
+CACHES = {
+    "fp16": ExLlamaV2Cache,
+    "q8": ExLlamaV2Cache_Q8,
+    "q6": ExLlamaV2Cache_Q6,
+    "q4": ExLlamaV2Cache_Q4,
+}
+QUANTIZATIONS = ("exl2", "gptq")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # that exllamav2 computes as transformers does
+MARGIN_SHARE = 0.04  # of a GPU's memory, left free by an automatic cache: kernels, fragmentation
+SAMPLING_BYTES_PER_LOGIT = 64  # float64 copies of a batch's logits while sampling
+PROGRESS_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """What went where, in bytes by device index."""
+
+    weights: dict[int, int] = field(default_factory=dict)
+    cache: dict[int, int] = field(default_factory=dict)
+    free: dict[int, int] = field(default_factory=dict)
+    cache_tokens: int = 0
+
+    def __str__(self) -> str:
+        devices = (
+            f"cuda:{i} weights {self.weights[i] / GIB:.2f}, "
+            f"cache {self.cache.get(i, 0) / GIB:.2f}, free {self.free[i] / GIB:.2f} GiB"
+            for i in sorted(self.weights)
+        )
+        return f"cache of {self.cache_tokens} tokens; {'; '.join(devices)}"
+
+
+class CudaModel:
+    """exllamav2's model with its cache, behind the calls that the generator makes.
+
+    Attributes
+    ----------
+    attention
+        ``flash-attn``, or ``bulk_pipeline`` for the project's own.
+    quantization
+        ``exl2``, ``gptq`` or ``float16``.
+    max_seq_len
+        What the model was made for, or what the rope settings extend it to.
+    """
+
+    def __init__(
+        self, model: ExLlamaV2, name: str, quantization: str, attention: str, max_seq_len: int
+    ) -> None:
+        self._model: ExLlamaV2 | None = model
+        self.name, self.quantization, self.attention = name, quantization, attention
+        self.max_seq_len = max_seq_len
+        self.config = model.config
+
+    @property
+    def exllamav2(self) -> ExLlamaV2:
+        """The model itself."""
+        if self._model is None:
+            raise RuntimeError(f"{self.name}: the model was closed; load it again")
+        return self._model
+
+    def forward_chunk(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Run exllamav2's forward pass."""
+        return self.exllamav2.forward_chunk(*args, **kwargs)
+
+    def close(self) -> None:
+        """Free the weights."""
+        if self._model is not None:
+            self._model.unload()
+            self._model = None
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def load_cuda_model(
+    settings: GeneratorSettings,
+    folder: Path,
+    *,
+    rows: int,
+    cache_tokens: int | None,
+) -> tuple[CudaModel, Any, MemoryReport]:
+    """Load a model folder and allocate its cache.
+
+    Parameters
+    ----------
+    rows
+        Most tokens in one generating step: the batch size, times the drafted tokens and one.
+    cache_tokens
+        A whole number of pages; None measures what is left after the weights.
+
+    Raises
+    ------
+    ValueError
+        One line, where the folder, the kind of model or a setting cannot be used.
+    RuntimeError
+        If the memory does not suffice; one line with the numbers and the settings to lower.
+    """
+    attention_name = use_attention()
+    quantization = check_quantization(folder)
+    report = MemoryReport()
+    with readable_by_exllamav2(folder) as readable:
+        config = _read_config(readable, settings)
+        max_seq_len = _max_seq_len(config, settings, folder.name)
+        _size_buffers(config, settings, rows, max_seq_len)
+        _check_architecture(config, folder.name, attention_name)
+        if settings.tensor_parallel and attention_name != "flash-attn":
+            raise ValueError(
+                "generator.tensor_parallel needs flash-attn, which is not installed; install it "
+                "or set generator.tensor_parallel: false"
+            )
+        before = _allocated()
+        try:
+            model, cache = _load(config, settings, cache_tokens, rows, report, before)
+        except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            message = out_of_memory_message(f"loading {folder.name}")
+            raise RuntimeError(message) from None
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+    report.cache_tokens = cache.max_seq_len
+    report.free = {i: torch.cuda.mem_get_info(i)[0] for i in report.weights}
+    made = CudaModel(model, folder.name, quantization, attention_name, max_seq_len)
+    return made, cache, report
+
+
+def use_attention() -> str:
+    """Make paged attention available to exllamav2; return whose it is."""
+    if not exllamav2_attn.has_flash_attn_with_paged:
+        attention.install()
+    is_own = exllamav2_attn.flash_attn_with_kvcache is attention.flash_attn_with_kvcache
+    return "bulk_pipeline" if is_own else "flash-attn"
+
+
+def check_quantization(folder: Path) -> str:
+    """Return ``exl2``, ``gptq`` or ``float16``.
+
+    Raises
+    ------
+    ValueError
+        If the folder is quantised in a way that exllamav2 does not read.
+    """
+    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    if not quantization:
+        return "float16"
+    method = str(quantization.get("quant_method", "unknown")).lower()
+    if method not in QUANTIZATIONS:
+        raise ValueError(
+            f"generator.model: {folder} is quantised with {method}; exllamav2 reads "
+            f"{', '.join(QUANTIZATIONS)} and unquantised folders"
+        )
+    return method
+
+
+@contextmanager
+def readable_by_exllamav2(folder: Path) -> Iterator[Path]:
+    """Give a folder whose config.json says what exllamav2 reads.
+
+    transformers 5 writes ``rope_parameters`` where exllamav2 looks for ``rope_theta`` and
+    ``rope_scaling`` (and silently takes 10000 and none), and may leave ``architectures`` out.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    changed = _translated(config, folder)
+    if changed == config:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for path in folder.iterdir():
+            if path.name != "config.json":
+                (Path(temporary) / path.name).symlink_to(path.resolve())
+        (Path(temporary) / "config.json").write_text(json.dumps(changed))
+        yield Path(temporary)
+
+
+def _translated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    config = dict(config)
+    if not config.get("architectures"):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
+        if name is None:
+            raise ValueError(
+                f"generator.model: {folder}/config.json names no architectures and an unknown "
+                f"model_type ({config.get('model_type')}); add architectures to it"
+            )
+        config["architectures"] = [name]
+    rope = config.get("rope_parameters")
+    if not rope or "rope_theta" in config:
+        return config
+    kind = rope.get("rope_type", "default")
+    if any(isinstance(value, dict) for value in rope.values()) or kind not in ROPE_TYPES:
+        raise ValueError(
+            f"generator.model: {folder}/config.json has rope_parameters that exllamav2 does not "
+            f"know ({kind if isinstance(kind, str) else 'one set a layer type'})"
+        )
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+    if kind != "default":
+        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    return config
+
+
+def _read_config(folder: Path, settings: GeneratorSettings) -> ExLlamaV2Config:
+    try:
+        config = ExLlamaV2Config(str(folder))
+    except (AssertionError, ValueError, KeyError, TypeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise ValueError(
+            f"generator.model: exllamav2 cannot read {settings.model}: {reason}"
+        ) from error
+    if settings.rope_scale is not None:
+        config.scale_pos_emb = settings.rope_scale
+    if settings.rope_alpha is not None:
+        config.scale_alpha_value = settings.rope_alpha
+    return config
+
+
+def _max_seq_len(config: ExLlamaV2Config, settings: GeneratorSettings, name: str) -> int:
+    wanted = settings.max_seq_len
+    is_extended = settings.rope_scale is not None or settings.rope_alpha is not None
+    if wanted is not None and wanted > config.max_seq_len and not is_extended:
+        raise ValueError(
+            f"generator.max_seq_len must be at most {config.max_seq_len}, the length of {name}, "
+            f"got {wanted}; lower it, or extend the model with generator.rope_alpha or rope_scale"
+        )
+    return wanted or config.max_seq_len
+
+
+def _size_buffers(
+    config: ExLlamaV2Config, settings: GeneratorSettings, rows: int, max_seq_len: int
+) -> None:
+    """Make exllamav2's buffers hold a chunk of a prompt, or one step of the whole batch."""
+    config.max_input_len = max(settings.max_chunk_size, -(-rows // PAGE_TOKENS) * PAGE_TOKENS)
+    # load_autosplit would shrink the buffers to max_seq_len, and a larger batch overrun them.
+    config.max_seq_len = max(max_seq_len, config.max_input_len)
+    config.max_output_len = max(PAGE_TOKENS, rows)
+
+
+def _check_architecture(config: ExLlamaV2Config, name: str, attention_name: str) -> None:
+    if attention_name == "bulk_pipeline" and config.attn_logit_softcapping:
+        raise ValueError(
+            f"generator.model: {name} ({config.architecture}) caps its attention logits, which "
+            f"needs flash-attn; install it"
+        )
+    if config.arch.lm.mrope:
+        raise ValueError(
+            f"generator.model: {name} ({config.architecture}) is a vision model with positions "
+            f"of its own, which is not supported"
+        )
+
+
+def _load(
+    config: ExLlamaV2Config,
+    settings: GeneratorSettings,
+    cache_tokens: int | None,
+    rows: int,
+    report: MemoryReport,
+    before: dict[int, int],
+) -> tuple[ExLlamaV2, Any]:
+    model = ExLlamaV2(config)
+    kind = CACHES[settings.cache_type]
+    progress = _LoadProgress(Path(settings.model).name)
+    if settings.tensor_parallel:
+        tokens = cache_tokens or settings.max_batch_size * PAGE_TOKENS
+        model.load_tp(
+            settings.gpu_split,
+            callback=progress,
+            expect_cache_tokens=tokens,
+            expect_cache_base=kind,
+        )
+        cache = ExLlamaV2Cache_TP(model, base=kind, max_seq_len=tokens)
+        report.weights = _since(before)
+        return model, cache
+    # load_autosplit runs a full input through the cache, which must hold it.
+    is_auto = settings.gpu_split is None and (cache_tokens or 0) >= config.max_input_len
+    if is_auto:
+        cache = kind(model, max_seq_len=cache_tokens, lazy=True)
+        model.load_autosplit(cache, callback=progress)
+    else:
+        model.load(settings.gpu_split or _even_split(config), callback=progress)
+        tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
+        cache = kind(model, max_seq_len=tokens)
+    report.cache = _bytes_by_device(cache)
+    report.weights = {i: used - report.cache.get(i, 0) for i, used in _since(before).items()}
+    return model, cache
+
+
+def _even_split(config: ExLlamaV2Config) -> list[float] | None:
+    """GiB of weights for each GPU, in proportion to its free memory; None for a single GPU."""
+    count = torch.cuda.device_count()
+    if count == 1:
+        return None
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(count)]
+    size = sum(path.stat().st_size for path in Path(config.model_dir).glob("*.safetensors"))
+    # Layers are placed whole: a tenth more, and the last GPU takes what is left.
+    shares = [size * share / sum(free) * 1.1 / GIB for share in free]
+    return [*shares[:-1], free[-1] / GIB]
+
+
+def _auto_cache_tokens(model: ExLlamaV2, kind: type, settings: GeneratorSettings, rows: int) -> int:
+    """As many pages as fit beside the weights, and no more than the batch can use."""
+    probe = kind(model, max_seq_len=PAGE_TOKENS)
+    per_page = _bytes_by_device(probe)
+    del probe
+    torch.cuda.empty_cache()
+    pages = []
+    for device, size in per_page.items():
+        free, total = torch.cuda.mem_get_info(device)
+        margin = total * MARGIN_SHARE + rows * model.config.vocab_size * SAMPLING_BYTES_PER_LOGIT
+        pages.append(max(0, int(free - margin)) // size)
+    longest = settings.max_seq_len or model.config.max_seq_len
+    useful = settings.max_batch_size * -(-longest // PAGE_TOKENS)
+    tokens = min(*pages, useful) * PAGE_TOKENS
+    if tokens == 0:
+        raise RuntimeError(out_of_memory_message("sizing the cache beside the weights"))
+    return tokens
+
+
+def _bytes_by_device(cache: Any) -> dict[int, int]:
+    tensors = list(cache.all_tensors())
+    for pair in getattr(cache, "temp_tensors", {}).values():
+        tensors += pair
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        found[tensor.device.index] = found.get(tensor.device.index, 0) + tensor.nbytes
+    return found
+
+
+def _allocated() -> dict[int, int]:
+    return {i: torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())}
+
+
+def _since(before: dict[int, int]) -> dict[int, int]:
+    used = {i: torch.cuda.memory_allocated(i) - size for i, size in before.items()}
+    return {i: size for i, size in used.items() if size > 0}
+
+
+class _LoadProgress:
+    """exllamav2's callback while loading: a line every few seconds."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._last = name, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._last >= PROGRESS_SECONDS:
+            self._last = time.monotonic()
+            logger.info("loading %s: %d of %d modules", self._name, done, total)
