@@ -130,6 +130,8 @@ def load_cuda_model(
         If the memory does not suffice; one line with the numbers and the settings to lower.
     """
     attention_name = use_attention()
+    # Sums in float16 would cost digits for no measurable speed.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     quantization = check_quantization(folder)
     report = MemoryReport()
     with readable_by_exllamav2(folder) as readable:

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
-from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in
+from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in, is_stand_in_installed
 from bulk_pipeline.engine.tokenizer import check_weights, model_fingerprint, resolve_model
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
@@ -140,6 +140,12 @@ def _check_compiled_module() -> None:
     """
     from torch.utils.cpp_extension import CUDA_HOME
 
+    if is_stand_in_installed():
+        raise RuntimeError(
+            "generator.device: cuda cannot be used in a process that has loaded a model on the CPU "
+            "without exllamav2's compiled module; start a new process, or set "
+            "generator.device: cpu"
+        )
     if importlib.util.find_spec(EXTENSION) is None and CUDA_HOME is None:
         raise RuntimeError(
             "generator.device: cuda needs exllamav2's compiled module, and neither it nor CUDA's "

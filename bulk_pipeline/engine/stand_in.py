@@ -41,9 +41,15 @@ def install_stand_in() -> None:
     dynamic.ext_c = _for_both_devices(dynamic.ext_c)  # type: ignore[attr-defined]
 
 
+def is_stand_in_installed() -> bool:
+    """Whether this process has the stand-in where exllamav2 looks for its compiled module."""
+    return getattr(sys.modules.get(EXTENSION), "is_stand_in", False) is True
+
+
 def stand_in_module() -> ModuleType:
     """Return a module with the functions that exllamav2's generator needs, and no others."""
     module = ModuleType(EXTENSION, "Stand-in for exllamav2's compiled module, CPU only.")
+    module.is_stand_in = True  # type: ignore[attr-defined]
     module.count_match = count_match  # type: ignore[attr-defined]
     module.partial_strings_match = partial_strings_match  # type: ignore[attr-defined]
     module.cache_rotate = cache_rotate  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 import gc
 import logging
+import sys
 import weakref
 
 import pytest
@@ -13,6 +14,7 @@ from bulk_pipeline.engine.loading import (
     settings_fingerprint,
 )
 from bulk_pipeline.engine.request import Request, SamplingParams
+from bulk_pipeline.engine.stand_in import EXTENSION, stand_in_module
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline_tests.toy import toy_model
 
@@ -42,6 +44,17 @@ class TestDevice:
         assert resolve_device(make_settings(toy, device=device)) == "cuda"
         with pytest.raises(RuntimeError, match=r"generator.device: .*set generator.device: cpu"):
             load_generator(make_settings(toy, device=device))
+
+    def test_a_gpu_after_the_stand_in_is_an_error(self, visible_gpu, toy, monkeypatch):
+        monkeypatch.setitem(sys.modules, EXTENSION, stand_in_module())
+        with pytest.raises(RuntimeError, match="process that has loaded a model on the CPU"):
+            load_generator(make_settings(toy, device="cuda"))
+
+    def test_a_missing_module_and_compiler_are_named(self, visible_gpu, toy, monkeypatch):
+        monkeypatch.delitem(sys.modules, EXTENSION, raising=False)
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+        with pytest.raises(RuntimeError, match=r"neither it nor CUDA's compiler \(nvcc\)"):
+            load_generator(make_settings(toy, device="cuda"))
 
     def test_the_cpu_can_be_chosen_beside_a_gpu(self, visible_gpu):
         assert resolve_device(make_settings("m", device="cpu")) == "cpu"
