@@ -130,7 +130,7 @@ def load_cuda_model(
         If the memory does not suffice; one line with the numbers and the settings to lower.
     """
     attention_name = use_attention()
-    # Sums in float16 would cost digits for no measurable speed.
+    # Sums in float16 would cost digits.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     quantization = check_quantization(folder)
     report = MemoryReport()
