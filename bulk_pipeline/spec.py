@@ -247,7 +247,7 @@ class GeneratorSettings(BaseModel):
     tensor_parallel: bool = Field(
         False,
         description="Split every layer over all visible GPUs, where it is otherwise placed whole "
-        "on one; needs flash-attn.",
+        "on one.",
     )
     rope_scale: float | None = Field(
         None, gt=0, description="Linear scale of positions on a GPU. Default (null): the model's."

@@ -5,7 +5,9 @@ are; longer blocks (prompts) are gathered and given to PyTorch's own Flash Atten
 attends over its own pages only. Keys, values and queries are float16.
 """
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -328,10 +330,38 @@ def _window(window: int) -> dict[str, Any]:
     return {"window_size_left": window, "window_size_right": 0} if window >= 0 else {}
 
 
+def _fwd_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    rotary_cos: None,
+    rotary_sin: None,
+    cache_batch_idx: None,
+    cache_leftpad: None,
+    block_table: torch.Tensor,
+    alibi_slopes: None,
+    out: torch.Tensor,
+    softmax_scale: float,
+    *rest: Any,  # causal, window on both sides, softcap, interleaved rotary, splits: as by default
+) -> None:
+    """What exllamav2's compiled tensor-parallel attention calls, with its positional arguments."""
+    found = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v,
+        cache_seqlens=cache_seqlens, block_table=block_table, softmax_scale=softmax_scale,
+    )  # fmt: skip
+    out.copy_(found)
+
+
 def install() -> None:
     """Give exllamav2 this attention in place of flash-attn's."""
     from exllamav2 import attn
 
+    compiled = ModuleType("flash_attn_2_cuda", "Stand-in for flash-attn's compiled module.")
+    compiled.fwd_kvcache = _fwd_kvcache  # type: ignore[attr-defined]
+    sys.modules[compiled.__name__] = compiled
     attn.flash_attn_with_kvcache = flash_attn_with_kvcache
     attn.flash_attn_func = flash_attn_func
     attn.has_flash_attn = attn.has_flash_attn_with_paged = True

@@ -9,9 +9,10 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,10 @@ def load_cuda_model(
         max_seq_len = _max_seq_len(config, settings, folder.name)
         _size_buffers(config, settings, rows, max_seq_len)
         _check_architecture(config, folder.name, attention_name)
-        if settings.tensor_parallel and attention_name != "flash-attn":
+        if settings.tensor_parallel and config.sliding_window:
             raise ValueError(
-                "generator.tensor_parallel needs flash-attn, which is not installed; install it "
-                "or set generator.tensor_parallel: false"
+                f"generator.tensor_parallel: {folder.name} has a sliding window, which exllamav2 "
+                f"cannot split; set it to false"
             )
         before = _allocated()
         try:
@@ -293,19 +294,18 @@ def _load(
     before: dict[int, int],
 ) -> tuple[ExLlamaV2, Any]:
     model = ExLlamaV2(config)
-    kind = CACHES[settings.cache_type]
+    kind: Callable[..., Any] = CACHES[settings.cache_type]
     progress = _LoadProgress(Path(settings.model).name)
     if settings.tensor_parallel:
-        tokens = cache_tokens or settings.max_batch_size * PAGE_TOKENS
         model.load_tp(
             settings.gpu_split,
             callback=progress,
-            expect_cache_tokens=tokens,
+            expect_cache_tokens=cache_tokens or settings.max_batch_size * PAGE_TOKENS,
             expect_cache_base=kind,
         )
-        cache = ExLlamaV2Cache_TP(model, base=kind, max_seq_len=tokens)
-        report.weights = _since(before)
-        return model, cache
+        kind = partial(ExLlamaV2Cache_TP, base=kind)
+        tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
+        return model, _measured(kind(model, max_seq_len=tokens), report, before)
     # load_autosplit runs a full input through the cache, which must hold it.
     is_auto = settings.gpu_split is None and (cache_tokens or 0) >= config.max_input_len
     if is_auto:
@@ -315,9 +315,14 @@ def _load(
         model.load(settings.gpu_split or _even_split(config), callback=progress)
         tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
         cache = kind(model, max_seq_len=tokens)
+    return model, _measured(cache, report, before)
+
+
+def _measured(cache: Any, report: MemoryReport, before: dict[int, int]) -> Any:
+    """Note what the cache and the weights take; returns the cache."""
     report.cache = _bytes_by_device(cache)
     report.weights = {i: used - report.cache.get(i, 0) for i, used in _since(before).items()}
-    return model, cache
+    return cache
 
 
 def _even_split(config: ExLlamaV2Config) -> list[float] | None:
@@ -353,8 +358,9 @@ def _auto_cache_tokens(model: ExLlamaV2, kind: type, settings: GeneratorSettings
 
 def _bytes_by_device(cache: Any) -> dict[int, int]:
     tensors = list(cache.all_tensors())
-    for pair in getattr(cache, "temp_tensors", {}).values():
-        tensors += pair
+    for one in getattr(cache, "caches", [cache]):
+        for pair in getattr(one, "temp_tensors", {}).values():
+            tensors += pair
     found: dict[int, int] = {}
     for tensor in tensors:
         found[tensor.device.index] = found.get(tensor.device.index, 0) + tensor.nbytes

@@ -228,3 +228,29 @@ def test_drafting_gives_the_same_tokens(exl2, encode):
     same = sum(a == b for a, b in zip(*answers, strict=True))
     assert same >= 3  # a near-tie may fall otherwise in a block of five
     assert all(len(ids) <= 40 for ids in answers[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu_split": [0.06, 20.0]},
+        {"gpu_split": [0.06, 20.0], "cache_type": "q4"},
+        {"cache_tokens": None, "max_batch_size": 8},
+        {"tensor_parallel": True},
+        {"tensor_parallel": True, "cache_type": "q8"},
+    ],
+    ids=str,
+)
+def test_two_gpus_answer_as_one(exl2, encode, changes):
+    params = SamplingParams(temperature=0, max_new_tokens=24, stop_token_ids=END)
+    questions = ["Name three fruits.", "What is the capital of France?", "Count to ten."]
+    answers = []
+    for settings in ({}, changes):
+        generator = load_generator(make_settings(exl2, **settings))
+        found = run(generator, [Request(q, encode(q), params) for q in questions])
+        answers.append([found[q].token_ids[:8] for q in questions])
+        used = {t.device.index for t in generator._generator.cache.all_tensors()}
+        generator.close()
+    assert used == {0, 1}
+    assert sum(a == b for a, b in zip(*answers, strict=True)) >= 2
