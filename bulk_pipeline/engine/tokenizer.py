@@ -4,21 +4,22 @@ Ids come from the folder's tokenizer.json itself, as in exllamav2; transformers 
 template and says whether the model wants a BOS token. No weights are loaded here.
 """
 
-import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+|[\w-][\w.-]*")
-TOKENIZER_FILES = ("*.json", "*.jinja")  # of a hub model; pickles (*.bin, *.pt) never
-WEIGHT_FILES = ("*.safetensors",)
+from bulk_pipeline.engine.model_files import (
+    check_weights as check_weights,
+)
+from bulk_pipeline.engine.model_files import model_fingerprint as model_fingerprint
+from bulk_pipeline.engine.model_files import read_config as read_config
+from bulk_pipeline.engine.model_files import read_json, tokenizer_hash
+from bulk_pipeline.engine.model_files import resolve_model as resolve_model
 
 # Special tokens that end an assistant's turn in some chat template.
 TURN_ENDS = (
@@ -36,72 +37,7 @@ TURN_ENDS = (
     "</s>",
 )
 
-SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 64 * 1024  # read of each shard for a fingerprint
-QUANTISATION_FILES = ("quantization_config.json", "quantize_config.json", "hf_quant_config.json")
 FIRST_MARK = 0x100000  # plane 16, private use: one character stands for each special token
-
-
-def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
-    """Turn `generator.model` into a local folder that has a config and a tokenizer.
-
-    Parameters
-    ----------
-    model
-        Folder, or hub id; a hub model is downloaded where it is not in the hub's cache.
-    revision
-        Branch, tag or commit of a hub model.
-    tokenizer_only
-        Leave the weights on the hub.
-
-    Raises
-    ------
-    ValueError
-        One line, if there is no such model or it is incomplete.
-    """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        if not HUB_ID.fullmatch(model):
-            raise ValueError(
-                f"generator.model: no folder {model}; download the model there, or correct the path"
-            )
-        folder = _from_hub(model, revision, tokenizer_only)
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"generator.model: no {name} in {model}; download it, or point generator.model "
-                "at a complete model folder"
-            )
-    return folder
-
-
-def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = [*TOKENIZER_FILES, *(() if tokenizer_only else WEIGHT_FILES)]
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # network, authentication, name: many unrelated types
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"generator.model: {model} is no folder, and the hub did not give it "
-            f"({type(error).__name__}: {reason}); check name, revision, network and HF_TOKEN, "
-            "or download it and give its folder"
-        ) from None
-
-
-def check_weights(folder: Path) -> None:
-    """Raise a ValueError unless `folder` holds safetensors."""
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"generator.model: no weights in {folder}; download them or point it at a folder "
-            "with *.safetensors"
-        )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json; of a model with several parts, the language model's values count."""
-    config = _read_json(folder / "config.json")
-    return config | config.get("text_config", {})
 
 
 class PromptTokenizer:
@@ -219,7 +155,7 @@ class PromptTokenizer:
 
         To it, text such as <|im_end|> is text like any other.
         """
-        spec = _read_json(self.folder / "tokenizer.json")
+        spec = read_json(self.folder / "tokenizer.json")
         spec["post_processor"] = None  # refers to tokens by their old names
         for token in spec["added_tokens"]:
             token["content"] = self._mark_of.get(token["content"], token["content"])
@@ -233,13 +169,8 @@ class PromptTokenizer:
         return _load_tokenizer(json.dumps(spec))
 
     def files_hash(self) -> str:
-        """A hash of what decides the ids of a text: tokenizer.json and its settings."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            path = self.folder / name
-            digest.update(path.read_bytes() if path.is_file() else b"")
-            digest.update(b"\0")
-        return digest.hexdigest()
+        """See `tokenizer_hash`."""
+        return tokenizer_hash(self.folder)
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
@@ -269,7 +200,7 @@ def end_token_ids(folder: Path, chat_template: str, tokenizer: PromptTokenizer) 
     sources: list[tuple[str, Sequence[int]]] = [("tokenizer", _ids(tokenizer.eos_id))]
     sources.append(("config.json", _ids(read_config(folder).get("eos_token_id"))))
     if (path := folder / "generation_config.json").is_file():
-        sources.append((path.name, _ids(_read_json(path).get("eos_token_id"))))
+        sources.append((path.name, _ids(read_json(path).get("eos_token_id"))))
     turn_ends = [text for text in TURN_ENDS if text in chat_template]
     specials = tokenizer.special_tokens
     sources.append(("chat template", [specials[text] for text in turn_ends if text in specials]))
@@ -283,47 +214,3 @@ def end_token_ids(folder: Path, chat_template: str, tokenizer: PromptTokenizer) 
 def _ids(value: int | list[int] | None) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [id_ for id_ in values if isinstance(id_, int)]
-
-
-def model_fingerprint(folder: Path, extra: dict[str, Any] | None = None) -> str:
-    """A hash of the model: 32 hex digits, the same for a copy elsewhere, in seconds.
-
-    Of each shard it reads the header and evenly spaced blocks, not every byte.
-
-    Parameters
-    ----------
-    extra
-        What else decides the answers: cache type, dtype, rope scaling, adapter.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = _read_json(folder / "config.json")
-    for name in ("_name_or_path", "transformers_version"):  # where and by whom it was written
-        config.pop(name, None)
-    quantisation = {
-        name: _read_json(folder / name) for name in QUANTISATION_FILES if (folder / name).is_file()
-    }
-    digest.update(json.dumps([config, quantisation, extra or {}], sort_keys=True).encode())
-    for shard in sorted(folder.glob("*.safetensors")):
-        for block in _sampled_blocks(shard):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sampled_blocks(shard: Path) -> Iterator[bytes]:
-    """Yield a shard's size, its header, and `SAMPLE_BLOCKS` blocks from its start to its end."""
-    size = shard.stat().st_size
-    yield size.to_bytes(8, "little")
-    with open(shard, "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        yield file.read(min(header_bytes, size))
-        last = max(size - SAMPLE_BYTES, 0)
-        for index in range(SAMPLE_BLOCKS):
-            file.seek(last * index // (SAMPLE_BLOCKS - 1), os.SEEK_SET)
-            yield file.read(SAMPLE_BYTES)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError:
-        raise ValueError(f"{path} is not JSON; download it again") from None

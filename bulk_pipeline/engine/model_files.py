@@ -1,0 +1,144 @@
+"""A model's files: where they are, and hashes of them. Imports no model library.
+
+What only asks whether stored results still belong to a model needs no more than this.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+|[\w-][\w.-]*")
+TOKENIZER_FILES = ("*.json", "*.jinja")  # of a hub model; pickles (*.bin, *.pt) never
+WEIGHT_FILES = ("*.safetensors",)
+
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 64 * 1024  # read of each shard for a fingerprint
+QUANTISATION_FILES = ("quantization_config.json", "quantize_config.json", "hf_quant_config.json")
+PROMPT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
+    """Turn `generator.model` into a local folder that has a config and a tokenizer.
+
+    Parameters
+    ----------
+    model
+        Folder, or hub id; a hub model is downloaded where it is not in the hub's cache.
+    revision
+        Branch, tag or commit of a hub model.
+    tokenizer_only
+        Leave the weights on the hub.
+
+    Raises
+    ------
+    ValueError
+        One line, if there is no such model or it is incomplete.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        if not HUB_ID.fullmatch(model):
+            raise ValueError(
+                f"generator.model: no folder {model}; download the model there, or correct the path"
+            )
+        folder = _from_hub(model, revision, tokenizer_only)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"generator.model: no {name} in {model}; download it, or point generator.model "
+                "at a complete model folder"
+            )
+    return folder
+
+
+def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*TOKENIZER_FILES, *(() if tokenizer_only else WEIGHT_FILES)]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # network, authentication, name: many unrelated types
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"generator.model: {model} is no folder, and the hub did not give it "
+            f"({type(error).__name__}: {reason}); check name, revision, network and HF_TOKEN, "
+            "or download it and give its folder"
+        ) from None
+
+
+def check_weights(folder: Path) -> None:
+    """Raise a ValueError unless `folder` holds safetensors."""
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"generator.model: no weights in {folder}; download them or point it at a folder "
+            "with *.safetensors"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; of a model with several parts, the language model's values count."""
+    config = read_json(folder / "config.json")
+    return config | config.get("text_config", {})
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """A hash of what decides the ids of a text and where a completion ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in PROMPT_FILES:
+        path = folder / name
+        digest.update(path.read_bytes() if path.is_file() else b"")
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def model_fingerprint(folder: Path, extra: dict[str, Any] | None = None) -> str:
+    """A hash of the model: 32 hex digits, the same for a copy elsewhere, in seconds.
+
+    Of each shard it reads the header and evenly spaced blocks, not every byte.
+
+    Parameters
+    ----------
+    extra
+        What else decides the answers: cache type, dtype, rope scaling, adapter.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    config = read_json(folder / "config.json")
+    for name in ("_name_or_path", "transformers_version"):  # where and by whom it was written
+        config.pop(name, None)
+    quantisation = {
+        name: read_json(folder / name) for name in QUANTISATION_FILES if (folder / name).is_file()
+    }
+    digest.update(json.dumps([config, quantisation, extra or {}], sort_keys=True).encode())
+    for shard in sorted(folder.glob("*.safetensors")):
+        for block in _sampled_blocks(shard):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sampled_blocks(shard: Path) -> Iterator[bytes]:
+    """Yield a shard's size, its header, and `SAMPLE_BLOCKS` blocks from its start to its end."""
+    size = shard.stat().st_size
+    yield size.to_bytes(8, "little")
+    with open(shard, "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        yield file.read(min(header_bytes, size))
+        last = max(size - SAMPLE_BYTES, 0)
+        for index in range(SAMPLE_BLOCKS):
+            file.seek(last * index // (SAMPLE_BLOCKS - 1), os.SEEK_SET)
+            yield file.read(SAMPLE_BYTES)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of the model; a ValueError names one that is not."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError:
+        raise ValueError(f"{path} is not JSON; download it again") from None
