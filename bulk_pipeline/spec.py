@@ -85,6 +85,38 @@ class PartitionsSpec(_Model):
     )
 
 
+class AutomationSpec(_Model):
+    """What runs by itself."""
+
+    mode: Literal["none", "sensor", "conditions"] = Field(
+        "sensor",
+        description="Who runs new partitions: a sensor that asks for one run over them, or "
+        "Dagster's automation conditions on the four assets, with a sensor that only registers "
+        "them. Sensors are switched on in the UI. Off: none.",
+    )
+    sensor_seconds: int = Field(
+        60, ge=1, description="Least seconds between two looks at the source; 1 or more."
+    )
+    settle_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="A file counts as fully written this many seconds after its last change, or "
+        "if two looks at the source find it unchanged. Off: 0.",
+    )
+    cron: str | None = Field(
+        None,
+        description="When to run what is missing or stale, as a cron line such as '0 2 * * *'. "
+        "The schedule is on once this is set. Off: null.",
+    )
+    timezone: str = Field("UTC", description="Time zone of `cron`, such as Europe/Berlin.")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.cron is not None and self.mode == "conditions":
+            raise ValueError("set cron or mode: conditions, not both; they would run things twice")
+        return self
+
+
 class PromptSpec(_Model):
     """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
 
@@ -324,6 +356,9 @@ class BulkInferenceSpec(_Model):
     partitions: PartitionsSpec = Field(
         default_factory=PartitionsSpec,
         description="How the dataset is cut into partitions.",
+    )
+    automation: AutomationSpec = Field(
+        default_factory=AutomationSpec, description="What runs by itself, and when."
     )
     output: OutputSpec = Field(
         default_factory=OutputSpec,

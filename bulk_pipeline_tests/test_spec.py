@@ -29,7 +29,7 @@ def test_every_field_is_described():
     found = models(BulkInferenceSpec)
     assert {model.__name__ for model in found} == {
         "BulkInferenceSpec", "FilesSource", "HuggingFaceSource", "PartitionsSpec", "PromptSpec",
-        "SamplingSpec", "GeneratorSettings", "OutputSpec",
+        "SamplingSpec", "GeneratorSettings", "OutputSpec", "AutomationSpec",
     }  # fmt: skip
     for model in found:
         for name, field in model.model_fields.items():

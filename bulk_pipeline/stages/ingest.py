@@ -75,7 +75,16 @@ def ingest_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRe
             ids.append(batch, rows.columns)
         _check_columns(spec, rows)
         ids.finish(rows)
-        return _write(writer, rows, ids, reader.inputs)
+        inputs = reader.inputs | {"settings": source_settings(spec)}
+        return _write(writer, rows, ids, inputs)
+
+
+def source_settings(spec: BulkInferenceSpec) -> dict[str, Any]:
+    """What decides the table besides the source itself; if it changes, the table is stale."""
+    names = {"format", "limit", "config", "split", "dataset", "id_column"}
+    settings = spec.source.model_dump(mode="json", include=names)
+    columns = None if spec.source.id_column else id_columns(spec)
+    return settings | {"id_columns": columns}
 
 
 def _find_slice(spec: BulkInferenceSpec, store: Store, key: str) -> Slice:

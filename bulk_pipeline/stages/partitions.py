@@ -6,9 +6,11 @@ A key, once given, stays: which file or folder has which is stored in ``partitio
 import hashlib
 import posixpath
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from fsspec.core import has_magic
@@ -27,6 +29,8 @@ PARTITIONS_FILE = "partitions.json"
 WHOLE = "all"  # the key of a dataset that is not cut
 MAX_KEY_LENGTH = 150
 HASH_DIGITS = 8
+# What fsspec's file systems call the time of a file's last change.
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,13 @@ class Slice:
     stop: int | None = None
 
 
-def plan_partitions(spec: BulkInferenceSpec, store: Store) -> dict[str, Slice]:
+class NoFilesError(ValueError):
+    """`source.path` matches no file (yet)."""
+
+
+def plan_partitions(
+    spec: BulkInferenceSpec, store: Store, files: list[SourceFile] | None = None
+) -> dict[str, Slice]:
     """Cut the dataset as it is now; new files and folders get a key, which is stored.
 
     Parameters
@@ -55,6 +65,8 @@ def plan_partitions(spec: BulkInferenceSpec, store: Store) -> dict[str, Slice]:
         The dataset.
     store
         Where ``partitions.json`` is kept; it is written only if something is new.
+    files
+        What `list_files` gave, where it was just called.
 
     Returns
     -------
@@ -64,7 +76,7 @@ def plan_partitions(spec: BulkInferenceSpec, store: Store) -> dict[str, Slice]:
 
     Raises
     ------
-    ValueError
+    NoFilesError
         If `source.path` matches no file.
     """
     stored = store.read_json(PARTITIONS_FILE) or {}
@@ -72,7 +84,7 @@ def plan_partitions(spec: BulkInferenceSpec, store: Store) -> dict[str, Slice]:
     if isinstance(spec.source, HuggingFaceSource):
         plan = _plan_dataset(spec, spec.source)
     else:
-        plan = _plan_files(spec, spec.source, known)
+        plan = _plan_files(spec, spec.source, known, files or list_files(spec.source))
     if any(known[name] != stored.get(name, {}) for name in known):
         store.write_json(PARTITIONS_FILE, known)
     return plan
@@ -86,9 +98,11 @@ def _plan_dataset(spec: BulkInferenceSpec, source: HuggingFaceSource) -> dict[st
 
 
 def _plan_files(
-    spec: BulkInferenceSpec, source: FilesSource, known: dict[str, dict[str, Any]]
+    spec: BulkInferenceSpec,
+    source: FilesSource,
+    known: dict[str, dict[str, Any]],
+    files: list[SourceFile],
 ) -> dict[str, Slice]:
-    files = list_files(source)
     match spec.partitions.by:
         case "none":
             return {WHOLE: Slice(tuple(files))}
@@ -117,48 +131,108 @@ def list_files(source: FilesSource) -> list[SourceFile]:
 
     Raises
     ------
-    ValueError
+    NoFilesError
         If one of its paths matches no file.
     """
     fs, paths = file_system(source)
     fs.invalidate_cache()  # a listing kept in memory does not know new files
-    roots, found = [], set()
+    roots, found = [], {}
     for path in paths:
         root, matches = _expand(fs, path, any_format=source.format != "auto")
         if not matches:
-            raise ValueError(f"source.path: no files match {path!r}; correct it or add files")
+            raise NoFilesError(f"source.path: no files match {path!r}; correct it or add files")
         roots.append(root)
         found.update(matches)
     common = posixpath.commonpath(roots) if len(roots) > 1 else roots[0]
-    files = [SourceFile(path, posixpath.relpath(path, common or "/")) for path in found]
+    files = [
+        SourceFile(
+            path,
+            posixpath.relpath(path, common or "/"),
+            version=_version(info),
+            modified=_modified(info),
+        )
+        for path, info in found.items()
+    ]
     return sorted(files, key=lambda file: file.relative)
 
 
-def _expand(fs: Any, path: str, any_format: bool) -> tuple[str, list[str]]:
-    """Return the fixed part of a path, and the files that it names."""
+def _version(info: dict[str, Any]) -> str:
+    """A file's size, tag (on object storage) and time, from its listing: nothing is read."""
+    tag = info.get("ETag") or info.get("etag")
+    told = [info["size"], tag, _time(info)]
+    return ":".join(str(value) for value in told if value is not None)
+
+
+def _modified(info: dict[str, Any]) -> float | None:
+    """When a file was written, in seconds since 1970."""
+    value = _time(info)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    return value.timestamp() if isinstance(value, datetime) else value
+
+
+def _time(info: dict[str, Any]) -> Any:
+    """When a file was written, as its file system tells it."""
+    return next((info[name] for name in _TIMES if info.get(name) is not None), None)
+
+
+def _expand(fs: Any, path: str, any_format: bool) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the fixed part of a path, and the files that it names, with what is known of them."""
     path = path.rstrip("/")
     if fs.isfile(path):
-        return posixpath.dirname(path), [path]
+        return posixpath.dirname(path), {path: fs.info(path)}
     if has_magic(path):
         first_magic = min(path.find(mark) for mark in "*?[" if mark in path)
         root = path[:first_magic].rpartition("/")[0]
-        matches = [name for name, info in fs.glob(path, detail=True).items() if _is_file(info)]
-        return root, [name for name in matches if not _is_hidden(name, root)]
-    matches = fs.find(path) if fs.isdir(path) else []
-    return path, [
-        name
-        for name in matches
+        matches = {
+            name: info
+            for name, info in fs.glob(path, detail=True).items()
+            if info["type"] != "directory"
+        }
+        return root, {name: info for name, info in matches.items() if not _is_hidden(name, root)}
+    matches = fs.find(path, detail=True) if fs.isdir(path) else {}
+    return path, {
+        name: info
+        for name, info in matches.items()
         if not _is_hidden(name, path) and (any_format or split_name(name)[1] is not None)
-    ]
-
-
-def _is_file(info: dict[str, Any]) -> bool:
-    return info["type"] != "directory"
+    }
 
 
 def _is_hidden(path: str, root: str) -> bool:
     """Whether a name below the root starts like those of markers and temporary files."""
     return any(part.startswith((".", "_")) for part in path[len(root) :].split("/"))
+
+
+def find_unsettled(
+    files: Iterable[SourceFile],
+    settle_seconds: float,
+    before: Mapping[str, str] | None = None,
+    now: float | None = None,
+) -> dict[str, str]:
+    """Find the files that may still be being written.
+
+    A file is settled if it was last written `settle_seconds` ago, or is as it was `before`.
+
+    Parameters
+    ----------
+    before
+        What an earlier call returned.
+
+    Returns
+    -------
+    dict
+        The version of each by its relative path.
+    """
+    now = time.time() if now is None else now
+    return {
+        file.relative: file.version
+        for file in files
+        if not (file.modified is not None and now - file.modified >= settle_seconds)
+        and (before or {}).get(file.relative) != file.version
+    }
 
 
 def assign_keys(stems: dict[str, str], assigned: dict[str, str]) -> dict[str, str]:
@@ -213,13 +287,11 @@ def _count_rows(
     source: FilesSource, files: Iterable[SourceFile], known: dict[str, Any]
 ) -> list[int]:
     """Count each file's rows, of files that have changed since the last time only."""
-    fs, _ = file_system(source)
     counts = []
     for file in files:
-        version = fs.ukey(file.path)
-        if known.get(file.relative, {}).get("version") != version:
+        if known.get(file.relative, {}).get("version") != file.version:
             rows = FilesReader(source, ()).num_rows(file)
-            known[file.relative] = {"version": version, "rows": rows}
+            known[file.relative] = {"version": file.version, "rows": rows}
         counts.append(known[file.relative]["rows"])
     return counts
 

@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
@@ -56,12 +56,18 @@ class SourceFile:
         Its path below the source's common root: its name in keys and manifests.
     start, stop
         First row, and the row after the last; None is the file's end.
+    version
+        Changes with the file, as far as its listing tells: its size and time.
+    modified
+        When it was written, in seconds since 1970; None where the listing does not tell.
     """
 
     path: str
     relative: str
     start: int = 0
     stop: int | None = None
+    version: str = field(default="", compare=False)
+    modified: float | None = field(default=None, compare=False)
 
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
@@ -131,7 +137,7 @@ class FilesReader:
         format_ = file_format(self.source, file.path)
         if format_ == "parquet":
             yield from read_parquet(fs, file.path, file.start, stop)
-            digest = None if stop is not None else _digest(fs, file.path)
+            digest = None if stop is not None else content_hash(fs, file.path)
             size = fs.size(file.path)
         else:
             with _open_lines(fs, file.path) as (stream, raw):
@@ -139,7 +145,7 @@ class FilesReader:
                 size = fs.size(file.path)
                 digest = raw.hash.hexdigest() if raw.size == size else None
         self.inputs["files"].append(
-            {"path": file.relative, "bytes": size, "blake2b": digest}
+            {"path": file.relative, "version": file.version, "bytes": size, "blake2b": digest}
             | ({"start": file.start, "stop": file.stop} if file.stop is not None else {})
         )
 
@@ -207,7 +213,8 @@ def _open_lines(fs: Any, path: str) -> Iterator[tuple[io.BufferedReader, _Hashed
             ) from None
 
 
-def _digest(fs: Any, path: str) -> str:
+def content_hash(fs: Any, path: str) -> str:
+    """A hash of a file's bytes."""
     with fs.open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
