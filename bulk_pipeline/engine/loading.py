@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.model_files import device_extras
 from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in, is_stand_in_installed
 from bulk_pipeline.engine.tokenizer import check_weights, model_fingerprint, resolve_model
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
@@ -57,12 +58,7 @@ def resolve_device(settings: GeneratorSettings) -> Literal["cpu", "cuda"]:
 
 def fingerprint_extras(settings: GeneratorSettings) -> dict[str, Any]:
     """Return what decides the answers besides the model's files: dtype, cache type, rope."""
-    on_cpu = resolve_device(settings) == "cpu"
-    return {
-        "dtype": settings.dtype if on_cpu else "float16",
-        "cache_type": settings.dtype if on_cpu else settings.cache_type,
-        "rope": [settings.rope_scale, settings.rope_alpha],
-    }
+    return device_extras(settings, on_cpu=resolve_device(settings) == "cpu")
 
 
 def settings_fingerprint(settings: GeneratorSettings) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bulk_pipeline.spec import GeneratorSettings
+
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+|[\w-][\w.-]*")
 TOKENIZER_FILES = ("*.json", "*.jinja")  # of a hub model; pickles (*.bin, *.pt) never
 WEIGHT_FILES = ("*.safetensors",)
@@ -89,6 +91,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config | config.get("text_config", {})
 
 
+def find_model(settings: GeneratorSettings) -> Path | None:
+    """The model's folder if it is on this machine, weights included; downloads nothing."""
+    folder = Path(settings.model).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(settings.model, revision=settings.revision, local_files_only=True)
+            )
+        except Exception:  # not a hub id, or not in the cache: many unrelated types
+            return None
+    has_weights = any(folder.glob("*.safetensors"))
+    return folder if has_weights and (folder / "config.json").is_file() else None
+
+
 def tokenizer_hash(folder: Path) -> str:
     """A hash of what decides the ids of a text and where a completion ends."""
     digest = hashlib.blake2b(digest_size=16)
@@ -97,6 +115,15 @@ def tokenizer_hash(folder: Path) -> str:
         digest.update(path.read_bytes() if path.is_file() else b"")
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+def device_extras(settings: GeneratorSettings, on_cpu: bool) -> dict[str, Any]:
+    """What decides the answers besides the model's files: dtype, cache type, rope."""
+    return {
+        "dtype": settings.dtype if on_cpu else "float16",
+        "cache_type": settings.dtype if on_cpu else settings.cache_type,
+        "rope": [settings.rope_scale, settings.rope_alpha],
+    }
 
 
 def model_fingerprint(folder: Path, extra: dict[str, Any] | None = None) -> str:
