@@ -6,14 +6,17 @@ by the manifest sees one committed state and never half a file; a second writer 
 lock (local disks) and by the writer's id and epoch in the manifest (everywhere).
 """
 
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,10 +36,39 @@ SET_ASIDE = "_set_aside"
 TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
 ROW_GROUP_ROWS = 8192  # what a reader holds at once
 ROW_GROUP_BYTES = 64 << 20  # long rows come in smaller groups
+PIECE_ROWS = 1024  # the same for a temporary part, since many of them are merged at once
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 
 RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
 TABLES = (RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT)
+
+FAULT_VARIABLE = "BULK_PIPELINE_FAULT"  # <point>:<nth time>:<KILL or TERM>, set by tests alone
+points_passed: Counter[str] = Counter()
+
+
+def fault_point(name: str) -> None:
+    """Mark a step at which a test may end the process; nothing happens elsewhere."""
+    points_passed[name] += 1
+    fault = os.environ.get(FAULT_VARIABLE, "")
+    if fault.startswith(f"{name}:{points_passed[name]}:"):
+        os.kill(os.getpid(), signal.Signals[f"SIG{fault.rpartition(':')[2]}"])
+
+
+@contextmanager
+def disk_errors(path: str) -> Iterator[None]:
+    """Say in one line what is wrong with the disk, where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = "the disk is full; free some space"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            reason = "the disk cannot be written; make it writable, or set another output.root"
+        else:
+            raise
+        raise OSError(
+            error.errno, f"{path}: {reason}, then run again: what was committed is kept"
+        ) from None
 
 
 def _field(name: str, type_: pa.DataType, description: str, stable: bool = True) -> pa.Field:
@@ -162,6 +194,7 @@ class Manifest(BaseModel):
     parts: list[Part] = []
     inputs: dict[str, Any] = {}
     meta: dict[str, Any] = {}
+    replaced: list[str] = []  # parts that the last commit replaced; deleted, or about to be
 
     @property
     def num_rows(self) -> int:
@@ -234,26 +267,34 @@ class Store:
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Open `path` for writing; it appears, whole, only when the block ends without error."""
         folder, _, name = path.rpartition("/")
+        kind = _kind(name)
+        fault_point(f"{kind} open")
         if not self.is_local:
             # An object appears when its upload is closed; one that failed is spooled here only.
             with tempfile.TemporaryFile() as spool:
                 yield spool
                 spool.seek(0)
+                fault_point(f"{kind} upload")
                 with self.fs.open(path, "wb") as target:
                     shutil.copyfileobj(spool, target, 1 << 24)
             return
-        os.makedirs(folder, exist_ok=True)
         temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}-{name}"
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            _remove_if_there(temporary)
-            raise
-        _sync_folder(folder)
+        with disk_errors(path):
+            os.makedirs(folder, exist_ok=True)
+            try:
+                with open(temporary, "wb") as file:
+                    yield file
+                    fault_point(f"{kind} flush")
+                    file.flush()
+                    fault_point(f"{kind} sync")
+                    os.fsync(file.fileno())
+                fault_point(f"{kind} replace")
+                os.replace(temporary, path)
+            except BaseException:
+                _remove_if_there(temporary)
+                raise
+            fault_point(f"{kind} sync folder")
+            _sync_folder(folder)
 
 
 class Partition:
@@ -337,8 +378,15 @@ class Partition:
         """
         if problem := self._problem(part):
             raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
-        with self._open(part) as file:
-            yield from file.iter_batches(batch_size, columns=columns)
+        try:
+            with self._open(part) as file:
+                yield from file.iter_batches(batch_size, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"{self.part_path(part)} is damaged ({reason}); move the file away and "
+                f"materialise {self.table} again"
+            ) from error
 
     def read_sorted(self, parts: Sequence[Part], batch_size: int = 1024) -> Iterator[pa.Table]:
         """Merge parts that are each sorted by row_index, sample_index and turn.
@@ -377,9 +425,10 @@ class Partition:
         """
         with ExitStack() as stack:
             if self.store.is_local:
-                os.makedirs(self.path, exist_ok=True)
                 try:
-                    stack.enter_context(filelock.FileLock(f"{self.path}/.lock", timeout=0))
+                    with disk_errors(self.path):
+                        os.makedirs(self.path, exist_ok=True)
+                        stack.enter_context(filelock.FileLock(f"{self.path}/.lock", timeout=0))
                 except filelock.Timeout:
                     raise RuntimeError(self._busy(self.manifest())) from None
             yield PartitionWriter(self)
@@ -433,7 +482,8 @@ class PartitionWriter:
                 ),
             }
         )
-        self._set_aside_strangers()
+        with disk_errors(partition.path):
+            self._set_aside_strangers()
         self._write_manifest()
 
     @contextmanager
@@ -456,7 +506,7 @@ class PartitionWriter:
                 write_page_checksum=True,
             ) as parquet,
         ):
-            part_writer = PartWriter(parquet, schema)
+            part_writer = PartWriter(parquet, schema, PIECE_ROWS if temporary else ROW_GROUP_ROWS)
             yield part_writer
             part_writer.flush()
         part_writer.part = Part(
@@ -484,6 +534,7 @@ class PartitionWriter:
         current = self.partition.manifest()
         if current is None or current.writer != self.manifest.writer:
             raise RuntimeError(self.partition._busy(current))
+        fault_point("commit")
         replaced = {part.name for part in self.manifest.parts} - {part.name for part in parts}
         self.manifest = self.manifest.model_copy(
             update={
@@ -491,15 +542,18 @@ class PartitionWriter:
                 "complete": complete,
                 "inputs": self.manifest.inputs if inputs is None else inputs,
                 "meta": self.manifest.meta if meta is None else meta,
+                "replaced": sorted(replaced),
             }
         )
         self._write_manifest()
-        for name in replaced:
+        for name in self.manifest.replaced:
+            fault_point("delete part")
             self.partition.delete(name)
 
     def discard(self, parts: Sequence[Part]) -> None:
         """Delete temporary parts."""
         for part in parts:
+            fault_point("delete piece")
             self.partition.delete(part.name)
 
     def _write_manifest(self) -> None:
@@ -514,8 +568,8 @@ class PartitionWriter:
         files = fs.ls(folder, detail=False) if fs.exists(folder) else []
         for path in files:
             name = path.rpartition("/")[2]
-            if name.startswith(TEMPORARY):  # an interrupted write of ours
-                self.partition.delete(name)
+            if name.startswith(TEMPORARY) or name in self.manifest.replaced:
+                self.partition.delete(name)  # an interrupted write or deletion of ours
             elif name.endswith(".parquet") and name not in known:
                 target = f"{folder}/{SET_ASIDE}/{name}"
                 fs.makedirs(f"{folder}/{SET_ASIDE}", exist_ok=True)
@@ -531,8 +585,8 @@ class PartWriter:
 
     part: Part
 
-    def __init__(self, parquet: pq.ParquetWriter, schema: pa.Schema):
-        self._parquet, self._schema = parquet, schema
+    def __init__(self, parquet: pq.ParquetWriter, schema: pa.Schema, group_rows: int):
+        self._parquet, self._schema, self._group_rows = parquet, schema, group_rows
         self._pending: list[pa.RecordBatch] = []
         self._pending_rows = self._pending_bytes = 0
         self.rows = 0
@@ -550,16 +604,18 @@ class PartWriter:
         self._pending.extend(batch.to_batches() if isinstance(batch, pa.Table) else [batch])
         self._pending_rows += batch.num_rows
         self._pending_bytes += batch.nbytes
-        if self._pending_rows >= ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
+        if self._pending_rows >= self._group_rows or self._pending_bytes >= ROW_GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what was collected as a row group."""
         if self._pending:
+            fault_point("part write")
             table = pa.Table.from_batches(self._pending)
             # Arrow's cast breaks lists of nulls, even to the same type.
             is_same = table.schema.equals(self._schema)
-            self._parquet.write_table(table if is_same else table.cast(self._schema))
+            table = table if is_same else table.cast(self._schema)
+            self._parquet.write_table(table, row_group_size=self._group_rows)
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
 
 
@@ -601,6 +657,13 @@ class _Cursor:
         if self.bound() == bound or not (self._rows is not None and self._rows.num_rows):
             self._advance()
         return taken if taken is not None and taken.num_rows else None
+
+
+def _kind(name: str) -> str:
+    """What a file is, as fault points name it: manifest, part, piece or the name's ending."""
+    if name.endswith(".parquet"):
+        return "piece" if name.startswith(TEMPORARY) else "part"
+    return "manifest" if name == MANIFEST else name
 
 
 def _remove_if_there(path: str) -> None:

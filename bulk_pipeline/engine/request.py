@@ -120,6 +120,40 @@ def request_seed(run_seed: int, row_id: str, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+class KeyHasher:
+    """Computes `request_key` of many requests whose sampling differs at most in the seed."""
+
+    def __init__(self, sampling: SamplingParams, model_fingerprint: str):
+        effective: dict[str, object] = {
+            "version": REQUEST_KEY_VERSION,
+            "model": model_fingerprint,
+            "min_new_tokens": sampling.min_new_tokens,
+            "stop": sorted(set(sampling.stop)),
+            "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+        }
+        if not sampling.is_greedy:
+            effective |= {
+                "temperature": float(sampling.temperature),
+                "top_p": float(sampling.top_p),
+                "top_k": sampling.top_k,
+                "min_p": float(sampling.min_p),
+                "seed": 0,
+            }
+        # Quotes inside values are escaped, so that the seed's place is found once or never.
+        start, self._has_seed, self._end = json.dumps(effective, sort_keys=True).partition(
+            '"seed": 0'
+        )
+        self._start = hashlib.blake2b(start.encode(), digest_size=16)
+
+    def digest(self, ids: bytes | memoryview, seed: int = 0) -> bytes:
+        """The key as 16 bytes; `ids` are the token ids, each as 4 bytes, least first."""
+        digest = self._start.copy()
+        if self._has_seed:
+            digest.update(f'"seed": {seed & MASK_64}{self._end}'.encode())
+        digest.update(ids)
+        return digest.digest()
+
+
 def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_fingerprint: str) -> str:
     """A versioned hash of what decides the answer: 32 hex digits.
 
@@ -127,24 +161,8 @@ def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_finger
     request with another limit (see `serves`). Settings without effect do not count: a greedy
     request has no seed and no top_p, and a top_p of 1 equals none.
     """
-    effective: dict[str, object] = {
-        "version": REQUEST_KEY_VERSION,
-        "model": model_fingerprint,
-        "min_new_tokens": sampling.min_new_tokens,
-        "stop": sorted(set(sampling.stop)),
-        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
-    }
-    if not sampling.is_greedy:
-        effective |= {
-            "temperature": float(sampling.temperature),
-            "top_p": float(sampling.top_p),
-            "top_k": sampling.top_k,
-            "min_p": float(sampling.min_p),
-            "seed": sampling.seed & MASK_64,
-        }
-    digest = hashlib.blake2b(json.dumps(effective, sort_keys=True).encode(), digest_size=16)
-    digest.update(b"".join(int(i).to_bytes(4, "little") for i in input_ids))
-    return digest.hexdigest()
+    ids = b"".join(int(i).to_bytes(4, "little") for i in input_ids)
+    return KeyHasher(sampling, model_fingerprint).digest(ids, sampling.seed).hex()
 
 
 def serves(status: str, completion_tokens: int, stored_limit: int, limit: int) -> bool:

@@ -1,39 +1,47 @@
 """prompts → completions: one row for every sample a prompt asks for, run or reused.
 
 The requests wanted (from prompts) are compared by request key with the completions stored for
-the partition, finished or not. What is missing runs, equal requests once; finished completions
-are committed every few rows or seconds. In the end the stored completions are dealt out to the
-requests that want them, sorted, and committed as the finished table.
+the partition, finished or not, and for the dataset's other partitions. What is missing runs,
+equal requests once; finished completions are committed every few rows or seconds. In the end the
+stored completions are dealt out to the requests that want them, sorted, and committed as the
+finished table.
 """
 
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from bulk_pipeline.engine.request import (
-    NOT_RUN,
-    READY,
-    Completion,
-    Request,
-    SamplingParams,
-    Status,
-    request_key,
-    request_seed,
-)
+from bulk_pipeline.engine.request import NOT_RUN, READY, Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.stages.journal import ISOLATE_DEATHS, MAX_DEATHS, Journal
 from bulk_pipeline.stages.rows import RowStream
+from bulk_pipeline.stages.stored import (
+    MAX_ATTEMPTS,
+    NO_ANSWER,
+    Redo,
+    begin_redo,
+    copy_from_others,
+    reasons,
+    served,
+    stored_completions,
+)
+from bulk_pipeline.stages.wanted import KEY, WantedRequest, key_halves, requests_at, wanted_requests
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
     PROMPTS,
+    Manifest,
     Part,
     Partition,
     PartitionWriter,
@@ -41,10 +49,9 @@ from bulk_pipeline.store import (
     Store,
 )
 
-MAX_ATTEMPTS = 3  # an error is unfinished work until it has failed this often
 PROGRESS_SECONDS = 5.0
-SORT_ROWS = 32_768  # rows sorted in memory at once
-KEY = ["key_high", "key_low"]  # the 128-bit request key as two integers
+SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first
+READ_ROWS = 2048  # read at once, so that long completions stay few
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +104,7 @@ def complete_partition(
     model_fingerprint: str,
     cache_tokens: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: log.info("%s", progress),
+    redo: Literal["none", "all"] | Collection[str] = "none",
 ) -> StageReport:
     """Answer every prompt of a partition and commit the completions.
 
@@ -108,6 +116,9 @@ def complete_partition(
         What `request_key` hashes for the model.
     cache_tokens
         Size of the KV cache where it is set, to find prompts that cannot fit before loading.
+    redo
+        Stored completions that are to be made anew: all, or those of these statuses. A redo that
+        was interrupted goes on in the next run, whatever that asks for.
 
     Raises
     ------
@@ -120,44 +131,37 @@ def complete_partition(
     prompts = store.partition(PROMPTS, key)
     prompts_manifest = prompts.complete_manifest()
     _check_cache(prompts_manifest.meta, cache_tokens)
-    inputs = {
-        "prompts": [part.name for part in prompts_manifest.parts],
-        "model_fingerprint": model_fingerprint,
-    }
     started = time.monotonic()
     partition = store.partition(COMPLETIONS, key)
-    with partition.writer() as writer:
-        wanted = _wanted_requests(prompts, model_fingerprint)
-        _check_error_rate(spec, key, wanted.filter(~pl.col("ready")).height, wanted.height)
-        served = _served(wanted, _stored(partition, writer.manifest.parts))
-        run = _RunState(wanted, served, _stored(partition, writer.manifest.parts))
-        is_finished = (
-            writer.manifest.complete and writer.manifest.inputs == inputs and not len(run.leaders)
-        )
-        progress = Progress(key, requests=len(run.leaders))
-        if len(run.leaders):
-            generator = get_generator()
-            progress.started = time.monotonic()
-            sink = _PartSink(spec, writer, progress, on_progress)
-            _run_requests(run, prompts, generator, model_fingerprint, sink)
-        if not is_finished:
-            _finish(prompts, partition, writer, wanted, inputs, spec)
+    with partition.writer() as writer, closing(Journal(partition)) as journal:
+        job = _Job(spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint)
+        _check_error_rate(spec, key, job.num_not_ready, job.num_requests)
+        job.plan(redo)
+        progress = Progress(key, requests=job.num_to_run)
+        if job.num_to_run:
+            log.info("%s: %d requests to run: %s", key, job.num_to_run, job.reasons)
+            _run(job, _PartSink(spec, writer, progress, on_progress), get_generator)
+        if not job.is_finished():
+            job.finish()
         counts = writer.manifest.meta["status_counts"]
     if writer.set_aside:
         log.warning("set aside files that were not as committed: %s", ", ".join(writer.set_aside))
-    _check_error_rate(spec, key, sum(counts.get(s, 0) for s in _FAILED), wanted.height)
-    num_reused = wanted.filter("ready").height - run.num_fan_out - len(run.leaders)
+    _check_error_rate(spec, key, sum(counts.get(s, 0) for s in _FAILED), job.num_requests)
     return StageReport(
         partition=key,
-        rows=wanted.height,
+        rows=job.num_requests,
         path=partition.path,
         metadata={
-            "requests": wanted.height,
-            "requests_run": len(run.leaders),
-            "requests_reused": num_reused,
-            "requests_shared": run.num_fan_out,
+            "requests": job.num_requests,
+            "requests_run": job.num_to_run,
+            **{f"requests_run_{reason}": count for reason, count in job.reasons.items()},
+            "requests_reused": (
+                job.num_requests - job.num_not_ready - job.num_fan_out - job.num_to_run
+            ),
+            "requests_copied": job.num_copied,
+            "requests_shared": job.num_fan_out,
             "completion_tokens": progress.completion_tokens,
-            "tokens_per_second": progress.tokens_per_second if len(run.leaders) else 0.0,
+            "tokens_per_second": progress.tokens_per_second if job.num_to_run else 0.0,
             "seconds": time.monotonic() - started,
             **{f"status_{status}": count for status, count in sorted(counts.items())},
         },
@@ -187,223 +191,231 @@ def _check_error_rate(spec: BulkInferenceSpec, key: str, failed: int, total: int
         )
 
 
-def _sampling_params(row: dict[str, Any], row_id: str, sample_index: int) -> SamplingParams:
-    """The effective sampling of one sample: the row's values, with a seed of its own."""
-    seed = request_seed(row["seed"], row_id, sample_index)
-    return SamplingParams(
-        **{**row, "stop": tuple(row["stop"]), "stop_token_ids": tuple(row["stop_token_ids"])}
-        | {"seed": seed}
-    )
+class _Job:
+    """One partition's work: what is wanted, what is stored, and what of it has to run.
 
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """One request as the prompts table asks for it."""
-
-    row_id: str
-    row_index: int
-    sample_index: int
-    input_ids: list[int]
-    sampling: SamplingParams | None  # None where the row cannot run
-    status: str
-    error: str | None
-
-
-def _each_wanted(prompts: Partition) -> Iterator[_Wanted]:
-    """Every request of the partition, in the order of the finished table."""
-    columns = ["row_id", "row_index", "input_ids", "status", "error", "sampling", "num_samples"]
-    for batch in prompts.read(columns):
-        for row in batch.to_pylist():
-            for sample_index in range(row["num_samples"]):
-                ready = row["status"] == READY
-                yield _Wanted(
-                    row["row_id"],
-                    row["row_index"],
-                    sample_index,
-                    row["input_ids"] or [],
-                    _sampling_params(row["sampling"], row["row_id"], sample_index)
-                    if ready
-                    else None,
-                    row["status"],
-                    row["error"],
-                )
-
-
-def _key_halves(hex_key: str | None) -> tuple[int, int]:
-    value = int(hex_key or "0", 16)
-    return value >> 64, value & ((1 << 64) - 1)
-
-
-def _wanted_requests(prompts: Partition, model_fingerprint: str) -> pl.DataFrame:
-    """The table to fill: a row a request, in order, with its key; about 40 bytes each."""
-    schema = {
-        "row_index": pl.Int64,
-        "sample_index": pl.Int32,
-        "ready": pl.Boolean,
-        "key_high": pl.UInt64,
-        "key_low": pl.UInt64,
-        "limit": pl.Int32,
-    }
-    chunks: list[pl.DataFrame] = [pl.DataFrame(schema=schema)]
-    rows: list[tuple[Any, ...]] = []
-
-    def flush() -> None:
-        chunks.append(pl.DataFrame(rows, schema=schema, orient="row"))
-        rows.clear()
-
-    for wanted in _each_wanted(prompts):
-        sampling = wanted.sampling
-        key = request_key(wanted.input_ids, sampling, model_fingerprint) if sampling else None
-        limit = sampling.max_new_tokens if sampling else 0
-        rows.append(
-            (wanted.row_index, wanted.sample_index, bool(sampling), *_key_halves(key), limit)
-        )
-        if len(rows) >= SORT_ROWS:
-            flush()
-    flush()
-    return pl.concat(chunks).with_row_index("request")
-
-
-def _stored(partition: Partition, parts: list[Part]) -> pl.DataFrame:
-    """What is in the parts: a row a completion that was run, with its place and its key."""
-    columns = ["request_key", "status", "completion_tokens", "max_new_tokens", "attempts"]
-    frames = [
-        pl.DataFrame(
-            schema={
-                "status": pl.String,
-                "completion_tokens": pl.Int32,
-                "max_new_tokens": pl.Int32,
-                "attempts": pl.Int32,
-                "key_high": pl.UInt64,
-                "key_low": pl.UInt64,
-                "part": pl.Int32,
-                "offset": pl.Int64,
-            }
-        )
-    ]
-    for number, part in enumerate(parts):
-        offset = 0
-        for batch in partition.read_part(part, columns, batch_size=SORT_ROWS):
-            halves = [_key_halves(key) for key in batch.column("request_key").to_pylist()]
-            frame = (
-                _frame(batch)
-                .drop("request_key")
-                .with_columns(
-                    pl.Series("key_high", [high for high, _ in halves], pl.UInt64),
-                    pl.Series("key_low", [low for _, low in halves], pl.UInt64),
-                    pl.lit(number, pl.Int32).alias("part"),
-                    pl.Series("offset", np.arange(offset, offset + batch.num_rows), pl.Int64),
-                )
-            )
-            offset += batch.num_rows
-            frames.append(frame.filter(~pl.col("status").is_in([str(s) for s in NOT_RUN])))
-    return pl.concat(frames)
-
-
-def _frame(batch: pa.RecordBatch) -> pl.DataFrame:
-    frame = pl.from_arrow(batch)
-    assert isinstance(frame, pl.DataFrame)
-    return frame
-
-
-def _served(wanted: pl.DataFrame, stored: pl.DataFrame, any_error: bool = False) -> pl.DataFrame:
-    """Pair every request with the stored completion that answers it: request, part, offset.
-
-    A completion answers a request of equal key if it stopped by itself within the request's
-    limit, or was cut off at the same limit. An error answers once it has failed
-    `MAX_ATTEMPTS` times, or with `any_error`; it never stands before an answer.
+    Attributes
+    ----------
+    leaders
+        Numbers of the requests to run, rising: of those with no stored answer, the first of each
+        key and limit.
+    alone
+        Those of them that run one at a time, since processes died with them in flight.
+    given_up
+        Those that do not run any more, for the same reason.
+    attempts
+        How often stored errors were tried, by request key.
     """
-    by_itself = pl.col("status").is_in([str(Status.STOP), str(Status.LOOP)])
-    cut_off = pl.col("status") == str(Status.LENGTH)
-    is_error = pl.col("status") == str(Status.ERROR)
-    return (
-        wanted.lazy()
-        .filter("ready")
-        .join(stored.lazy(), on=KEY)
-        .filter(
-            (by_itself & (pl.col("completion_tokens") <= pl.col("limit")))
-            | (cut_off & (pl.col("max_new_tokens") == pl.col("limit")))
-            | (is_error & ((pl.col("attempts") >= MAX_ATTEMPTS) | any_error))
-        )
-        .sort(is_error, "part", "offset", descending=[True, False, False])
-        .group_by("request")
-        .agg(pl.last("part"), pl.last("offset"))
-        .collect()
-    )
 
+    def __init__(
+        self,
+        spec: BulkInferenceSpec,
+        store: Store,
+        prompts: Partition,
+        prompts_manifest: Manifest,
+        writer: PartitionWriter,
+        journal: Journal,
+        model_fingerprint: str,
+    ):
+        self.spec, self.store, self.prompts = spec, store, prompts
+        self.writer, self.journal = writer, journal
+        self.model_fingerprint = model_fingerprint
+        self.inputs = {
+            "prompts": [part.name for part in prompts_manifest.parts],
+            "model_fingerprint": model_fingerprint,
+        }
+        self.made_with = {
+            "model": model_fingerprint,
+            "sampling": prompts_manifest.inputs.get("sampling"),
+        }
+        self.wanted = wanted_requests(prompts, model_fingerprint)
+        self.num_requests = self.wanted.height
+        self.num_not_ready = self.num_requests - int(self.wanted["ready"].sum())
+        self.leaders = np.zeros(0, np.uint32)
+        self.alone = self.given_up = self.leaders
+        self.num_fan_out = self.num_copied = 0
+        self.attempts: dict[tuple[int, int], int] = {}
+        self.reasons: dict[str, int] = {}
+        self._redo: Redo | None = None
 
-class _RunState:
-    """Which requests run: of those with no stored answer, the first of each key and limit."""
+    @property
+    def num_to_run(self) -> int:
+        """Requests that get a completion now."""
+        return len(self.leaders)
 
-    def __init__(self, wanted: pl.DataFrame, served: pl.DataFrame, stored: pl.DataFrame):
-        missing = wanted.filter("ready").join(served, on="request", how="anti")
-        first = missing.group_by([*KEY, "limit"]).agg(pl.min("request"))["request"]
-        self.leaders = np.sort(first.to_numpy())
-        self.num_fan_out = missing.height - len(self.leaders)
-        errors = stored.filter(pl.col("status") == str(Status.ERROR))
+    def plan(self, redo: Literal["none", "all"] | Collection[str]) -> None:
+        """Find out what has to run, and why."""
+        self._redo, begins = begin_redo(self.writer, redo)
+        if begins:
+            self.journal.forget(list(self.journal.deaths))
+        stored = self._stored()
+        missing = self._missing(stored)
+        if missing.height and self._redo is None:
+            self.num_copied = copy_from_others(self.store, self.writer, missing)
+            if self.num_copied:
+                stored = self._stored()
+                missing = self._missing(stored)
+        leaders = missing.unique([*KEY, "limit"], keep="first", maintain_order=True)
+        self.leaders = leaders["request"].to_numpy()
+        self.num_fan_out = missing.height - leaders.height
+        meta = self.writer.manifest.meta
+        self.reasons = reasons(leaders, stored, meta.get("made_with", {}), self.made_with)
+        errors = stored.filter(pl.col("kind") == NO_ANSWER, ~pl.col("redo"))
         self.attempts = {
             (high, low): attempts
-            for high, low, attempts in errors.select([*KEY, "attempts"]).iter_rows()
+            for high, low, attempts in errors.select(*KEY, "attempts").iter_rows()
         }
-        self.in_flight: dict[int, tuple[_Wanted, str]] = {}
+        self.alone = self._with_deaths(leaders, ISOLATE_DEATHS, MAX_DEATHS)
+        self.given_up = self._with_deaths(leaders, MAX_DEATHS)
+
+    def is_finished(self) -> bool:
+        """Whether the table stands as it is."""
+        manifest = self.writer.manifest
+        return (
+            manifest.complete
+            and manifest.inputs == self.inputs
+            and self._redo is None
+            and not self.num_to_run
+            and not self.num_copied
+        )
+
+    def finish(self) -> None:
+        """Deal the stored completions out to the requests, sort, count, and commit the table."""
+        wanted = self.wanted.select("request", "row_index", "sample_index")
+        parts, partition = self.writer.manifest.parts, self.writer.partition
+        found = served(self.wanted, self._stored(), any_error=True)
+        num_ready = self.num_requests - self.num_not_ready
+        assert found.height == num_ready, (found.height, num_ready)
+        dealt = wanted.join(found, on="request").sort("part", "offset").drop("request")
+        del found
+        tables: Iterator[pa.Table] = _deal(partition, parts, dealt)
+        if self.num_not_ready:
+            tables = chain(tables, _not_run(self.prompts))
+        pieces = list(_write_pieces(self.writer, tables))
+        del tables, dealt
+        counts: Counter[str] = Counter()
+        rows = RowStream(self.prompts.read(["row_id", "row_index"]))
+        offset = 0
+        with self.writer.new_part(COMPLETIONS_SCHEMA) as part:
+            for table in partition.read_sorted(pieces, max(64, SORT_ROWS // max(len(pieces), 1))):
+                _check_conserved(table, wanted, offset)
+                offset += table.num_rows
+                row_ids = rows.take(table["row_index"])["row_id"]
+                part.write(table.set_column(0, COMPLETIONS_SCHEMA.field("row_id"), row_ids))
+                for count in pc.value_counts(table["status"]).to_pylist():
+                    counts[count["values"]] += count["counts"]
+        assert offset == self.num_requests, f"{offset} completions for {self.num_requests} requests"
+        failed = sum(counts.get(status, 0) for status in _FAILED)
+        allowed = self.spec.output.max_error_rate
+        self.writer.commit(
+            [part.part],
+            complete=not offset or failed / offset <= allowed,
+            inputs=self.inputs,
+            meta={"status_counts": dict(counts), "made_with": self.made_with},
+        )
+        self.writer.discard(pieces)
+        self.journal.forget(list(self.journal.deaths))
+
+    def _stored(self) -> pl.DataFrame:
+        return stored_completions(self.writer.partition, self.writer.manifest.parts, self._redo)
+
+    def _missing(self, stored: pl.DataFrame) -> pl.DataFrame:
+        found = served(self.wanted, stored)
+        return self.wanted.filter("ready").join(found, on="request", how="anti")
+
+    def _with_deaths(self, leaders: pl.DataFrame, least: int, below: int = 1 << 30) -> np.ndarray:
+        keys = [key for key, deaths in self.journal.deaths.items() if least <= deaths < below]
+        halves = key_halves(bytes.fromhex("".join(keys)))
+        schema = dict.fromkeys(KEY, pl.UInt64)
+        dead = pl.DataFrame({"key_high": halves[:, 0], "key_low": halves[:, 1]}, schema)
+        return leaders.join(dead, on=KEY, how="semi")["request"].sort().to_numpy()
 
 
-def _run_requests(
-    run: _RunState,
-    prompts: Partition,
-    generator: Generator,
-    model_fingerprint: str,
-    sink: "_PartSink",
-) -> None:
+def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -> None:
     """Put the leaders through the engine; what finished is stored even if the rest fails."""
-
-    def requests() -> Iterator[Request]:
-        leaders = iter(run.leaders)
-        leader = next(leaders, None)
-        for number, wanted in enumerate(_each_wanted(prompts)):
-            if number == leader:
-                assert wanted.sampling is not None
-                key = request_key(wanted.input_ids, wanted.sampling, model_fingerprint)
-                run.in_flight[number] = (replace(wanted, input_ids=[]), key)
-                yield Request(number, wanted.input_ids, wanted.sampling)
-                leader = next(leaders, None)
-
-    produced_by = json.dumps(generator.provenance, sort_keys=True)
+    set_apart = np.union1d(job.alone, job.given_up)
+    together = np.setdiff1d(job.leaders, set_apart)
+    # Few enough to hold: what was in flight when a process died.
+    apart = list(requests_at(job.prompts, job.model_fingerprint, set_apart))
+    given_up = set(job.given_up.tolist())
     try:
-        for completion in generator.run(requests(), on_step=sink.tick):
-            wanted, key = run.in_flight.pop(cast(int, completion.request_id))
-            attempts = run.attempts.get(_key_halves(key), 0) + 1
-            row = _completion_row(wanted, completion, key)
-            sink.add(row | {"attempts": attempts, "produced_by": produced_by})
+        for wanted in apart:
+            if wanted.number in given_up:
+                sink.add(_given_up(wanted))
+        if len(together) or len(job.alone):
+            generator = get_generator()
+            sink.progress.started = time.monotonic()
+            wanted_together = requests_at(job.prompts, job.model_fingerprint, together)
+            _generate(job, sink, generator, wanted_together, job.journal.ahead)
+            for wanted in apart:
+                if wanted.number not in given_up:
+                    _generate(job, sink, generator, iter([wanted]), 1)
     finally:
         sink.flush()
-    assert sink.progress.done == len(run.leaders), (sink.progress.done, len(run.leaders))
+    assert sink.progress.done == job.num_to_run, (sink.progress.done, job.num_to_run)
 
 
-def _completion_row(wanted: _Wanted, completion: Completion, key: str) -> dict[str, Any]:
+def _generate(
+    job: _Job, sink: "_PartSink", generator: Generator, wanted: Iterator[WantedRequest], ahead: int
+) -> None:
+    """Run requests together; the journal knows of each before the engine does."""
+    in_flight: dict[int, WantedRequest] = {}
+
+    def requests() -> Iterator[Request]:
+        while some := list(islice(wanted, ahead)):
+            job.journal.start(request.key for request in some)
+            for request in some:
+                in_flight[request.number] = request
+                yield Request(request.number, request.input_ids, request.sampling)
+
+    produced_by = json.dumps(generator.provenance, sort_keys=True)
+    for completion in generator.run(requests(), on_step=sink.tick):
+        request = in_flight.pop(cast(int, completion.request_id))
+        job.journal.finish(request.key)
+        high, low = key_halves(bytes.fromhex(request.key))[0].tolist()
+        attempts = job.attempts.get((high, low), 0) + 1 if job.attempts else 1
+        sink.add(_completion_row(request, completion, produced_by, attempts))
+
+
+def _given_up(wanted: WantedRequest) -> tuple[Any, ...]:
+    error = (
+        f"{MAX_DEATHS} processes died while this request was in flight, the last time with no "
+        f"other; look for the reason in the system's log (memory?), then redo it"
+    )
+    completion = Completion(
+        wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=error
+    )
+    return _completion_row(wanted, completion, None, MAX_ATTEMPTS)
+
+
+def _completion_row(
+    wanted: WantedRequest, completion: Completion, produced_by: str | None, attempts: int
+) -> tuple[Any, ...]:
+    """A row of `COMPLETIONS_SCHEMA`."""
     sampling = wanted.sampling
-    assert sampling is not None
-    return {
-        "row_id": wanted.row_id,
-        "row_index": wanted.row_index,
-        "sample_index": wanted.sample_index,
-        "turn": 0,
-        "status": str(completion.status),
-        "completion": completion.text,
-        "completion_ids": list(completion.token_ids),
-        "prompt_tokens": completion.prompt_tokens,
-        "completion_tokens": len(completion.token_ids),
-        "stop_reason": completion.stop_reason,
-        "incomplete_character": completion.incomplete_character,
-        "seed": None if sampling.is_greedy else sampling.seed,
-        "max_new_tokens": sampling.max_new_tokens,
-        "request_key": key,
-        "error": completion.error,
-        "cached_tokens": completion.cached_tokens,
-        "queue_seconds": completion.queue_seconds,
-        "prefill_seconds": completion.prefill_seconds,
-        "generate_seconds": completion.generate_seconds,
-    }
+    return (
+        wanted.row_id,
+        wanted.row_index,
+        wanted.sample_index,
+        0,  # turn
+        str(completion.status),
+        completion.text,
+        completion.token_ids,
+        completion.prompt_tokens,
+        len(completion.token_ids),
+        completion.stop_reason,
+        completion.incomplete_character,
+        None if sampling.is_greedy else sampling.seed,
+        sampling.max_new_tokens,
+        wanted.key,
+        completion.error,
+        produced_by,
+        attempts,
+        completion.cached_tokens,
+        completion.queue_seconds,
+        completion.prefill_seconds,
+        completion.generate_seconds,
+    )
 
 
 class _PartSink:
@@ -418,16 +430,16 @@ class _PartSink:
     ):
         self._output, self._writer = spec.output, writer
         self.progress, self._on_progress = progress, on_progress
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[tuple[Any, ...]] = []
         self._flushed = self._reported = time.monotonic()
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Take a finished completion."""
+    def add(self, row: tuple[Any, ...]) -> None:
+        """Take a finished completion, a row of `COMPLETIONS_SCHEMA`."""
         if not self._rows:
             self._flushed = time.monotonic()  # an idle sink owes nothing
         self._rows.append(row)
         self.progress.done += 1
-        self.progress.completion_tokens += row["completion_tokens"]
+        self.progress.completion_tokens += row[_COMPLETION_TOKENS]
         if len(self._rows) >= self._output.flush_rows:
             self.flush()
 
@@ -444,101 +456,83 @@ class _PartSink:
         """Make what was taken durable."""
         if not self._rows:
             return
-        rows = sorted(self._rows, key=lambda row: (row["row_index"], row["sample_index"]))
+        columns = [
+            pa.array(values, column.type)
+            for values, column in zip(
+                zip(*self._rows, strict=True), COMPLETIONS_SCHEMA, strict=True
+            )
+        ]
         with self._writer.new_part(COMPLETIONS_SCHEMA) as part:
-            part.write(pa.RecordBatch.from_pylist(rows, schema=COMPLETIONS_SCHEMA))
+            part.write(pa.Table.from_arrays(columns, schema=COMPLETIONS_SCHEMA))
         self._writer.commit([*self._writer.manifest.parts, part.part], complete=False)
         self._rows.clear()
         self._flushed = time.monotonic()
 
 
-def _finish(
-    prompts: Partition,
-    partition: Partition,
-    writer: PartitionWriter,
-    wanted: pl.DataFrame,
-    inputs: dict[str, Any],
-    spec: BulkInferenceSpec,
-) -> None:
-    """Deal the stored completions out to the requests, sort, count, and commit the table."""
-    parts = writer.manifest.parts
-    served = _served(wanted, _stored(partition, parts), any_error=True)
-    assert served.height == wanted.filter("ready").height, (served.height, wanted.height)
-    dealt = wanted.select("request", "row_index", "sample_index").join(served, on="request")
-    pieces = list(_deal(partition, writer, parts, dealt))
-    if not wanted["ready"].all():
-        pieces += _not_run(prompts, writer)
-    counts: Counter[str] = Counter()
-    failed_allowed = spec.output.max_error_rate
-    rows = RowStream(prompts.read(["row_id", "row_index"]))
-    offset = 0
-    with writer.new_part(COMPLETIONS_SCHEMA) as part:
-        for table in partition.read_sorted(pieces):
-            _check_conserved(table, wanted, offset)
-            offset += table.num_rows
-            row_ids = rows.take(table["row_index"])["row_id"]
-            part.write(table.set_column(0, COMPLETIONS_SCHEMA.field("row_id"), row_ids))
-            counts.update(table["status"].to_pylist())
-    assert offset == wanted.height, f"{offset} completions for {wanted.height} requests"
-    failed = sum(counts.get(status, 0) for status in _FAILED)
-    writer.commit(
-        [part.part],
-        complete=not wanted.height or failed / wanted.height <= failed_allowed,
-        inputs=inputs,
-        meta={"status_counts": dict(counts)},
-    )
-    writer.discard(pieces)
+_COMPLETION_TOKENS = COMPLETIONS_SCHEMA.get_field_index("completion_tokens")
 
 
-def _deal(
-    partition: Partition, writer: PartitionWriter, parts: list[Part], dealt: pl.DataFrame
-) -> Iterator[Part]:
-    """Write sorted pieces: each stored completion under the rows that it answers."""
+def _deal(partition: Partition, parts: list[Part], dealt: pl.DataFrame) -> Iterator[pa.Table]:
+    """Each stored completion under the rows that it answers; `dealt` is sorted by its place."""
+    starts = np.searchsorted(dealt["part"].to_numpy(), np.arange(len(parts) + 1))
     for number, part in enumerate(parts):
-        places = dealt.filter(pl.col("part") == number).sort("offset")
-        offset = 0
-        for batch in partition.read_part(part, batch_size=SORT_ROWS):
-            inside = pl.col("offset").is_between(offset, offset + batch.num_rows, closed="left")
-            here = places.filter(inside).sort("row_index", "sample_index")
-            table = pa.Table.from_batches([batch]).take(here["offset"].to_numpy() - offset)
-            for name in ("row_index", "sample_index"):
-                position = table.schema.get_field_index(name)
-                column = here[name].to_arrow()
-                table = table.set_column(position, COMPLETIONS_SCHEMA.field(name), column)
+        places = dealt[starts[number] : starts[number + 1]]
+        offsets, offset = places["offset"].to_numpy(), 0
+        for batch in partition.read_part(part, batch_size=READ_ROWS) if len(offsets) else ():
+            first, last = np.searchsorted(offsets, [offset, offset + batch.num_rows])
+            for start in range(first, last, READ_ROWS):
+                here = slice(start, min(start + READ_ROWS, last))
+                table = pa.Table.from_batches([batch]).take(offsets[here] - offset)
+                for name in ("row_index", "sample_index"):
+                    column = COMPLETIONS_SCHEMA.field(name)
+                    values = places[name][here].to_arrow().cast(column.type)
+                    table = table.set_column(table.schema.get_field_index(name), column, values)
+                yield table
             offset += batch.num_rows
-            if table.num_rows:
-                yield _write_piece(writer, table)
 
 
-def _not_run(prompts: Partition, writer: PartitionWriter) -> Iterator[Part]:
-    """Write sorted pieces of the rows that cannot run: their status and reason, no answer."""
-    rows: list[dict[str, Any]] = []
-    for wanted in _each_wanted(prompts):
-        if wanted.sampling is None:
-            rows.append(
-                {
-                    "row_id": wanted.row_id,
-                    "row_index": wanted.row_index,
-                    "sample_index": wanted.sample_index,
-                    "turn": 0,
-                    "status": wanted.status,
-                    "prompt_tokens": len(wanted.input_ids),
-                    "completion_tokens": 0,
-                    "incomplete_character": False,
-                    "error": wanted.error,
-                    "attempts": 0,
-                }
-            )
-        if len(rows) >= SORT_ROWS:
-            yield _write_piece(writer, pa.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA))
-            rows.clear()
-    if rows:
-        yield _write_piece(writer, pa.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA))
+def _not_run(prompts: Partition) -> Iterator[pa.Table]:
+    """The rows that cannot run: their status and reason, no answer."""
+    columns = ["row_id", "row_index", "prompt_tokens", "status", "error", "num_samples"]
+    for batch in prompts.read(columns, READ_ROWS):
+        rows = [
+            {
+                "row_id": row["row_id"],
+                "row_index": row["row_index"],
+                "sample_index": sample_index,
+                "turn": 0,
+                "status": row["status"],
+                "prompt_tokens": row["prompt_tokens"] or 0,
+                "completion_tokens": 0,
+                "incomplete_character": False,
+                "error": row["error"],
+                "attempts": 0,
+            }
+            for row in batch.filter(pc.not_equal(batch.column("status"), READY)).to_pylist()
+            for sample_index in range(row["num_samples"])
+        ]
+        if rows:
+            yield pa.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA)
 
 
-def _write_piece(writer: PartitionWriter, table: pa.Table) -> Part:
+def _write_pieces(writer: PartitionWriter, tables: Iterable[pa.Table]) -> Iterator[Part]:
+    """Write rows as temporary parts, each sorted, as large as may be sorted in memory."""
+    pending: list[pa.Table] = []
+    for table in tables:
+        pending.append(table)
+        is_full = sum(t.num_rows for t in pending) >= SORT_ROWS
+        if is_full or sum(t.nbytes for t in pending) >= SORT_BYTES:
+            yield _write_piece(writer, pending)
+            pending = []
+    if pending:
+        yield _write_piece(writer, pending)
+
+
+def _write_piece(writer: PartitionWriter, tables: list[pa.Table]) -> Part:
+    rows = pa.concat_tables(tables)
+    order = [("row_index", "ascending"), ("sample_index", "ascending")]
     with writer.new_part(COMPLETIONS_SCHEMA, temporary=True) as part:
-        part.write(table)
+        part.write(rows.take(pc.sort_indices(rows, sort_keys=order)))
     return part.part
 
 

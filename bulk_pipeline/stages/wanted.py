@@ -1,0 +1,200 @@
+"""prompts → the requests that they ask for: each with its place, its request key and its limit.
+
+A request's number is its place in the finished completions table: row after row, sample after
+sample, whether or not the row can run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from bulk_pipeline.engine.request import READY, KeyHasher, SamplingParams, request_seed
+from bulk_pipeline.store import Partition
+
+BATCH_ROWS = 4096
+KEY = ["key_high", "key_low"]  # the 128-bit request key as two integers
+KEY_BYTES = 16
+WANTED_SCHEMA = {
+    "request": pl.UInt32,
+    "row_index": pl.UInt32,
+    "sample_index": pl.UInt16,
+    "ready": pl.Boolean,
+    "key_high": pl.UInt64,
+    "key_low": pl.UInt64,
+    "limit": pl.Int32,
+    "row_hash": pl.UInt64,
+}
+COLUMNS = ["row_id", "row_index", "input_ids", "status", "sampling", "num_samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRequest:
+    """One request as the prompts table asks for it, ready to run."""
+
+    number: int
+    row_id: str
+    row_index: int
+    sample_index: int
+    input_ids: list[int]
+    sampling: SamplingParams
+    key: str
+
+
+def wanted_requests(prompts: Partition, model_fingerprint: str) -> pl.DataFrame:
+    """Every request, in order, as `WANTED_SCHEMA`: about 40 bytes each; keys of ready ones."""
+    chunks = [pl.DataFrame(schema=WANTED_SCHEMA)]
+    for prompt_batch in _prompt_batches(prompts, model_fingerprint):
+        place = prompt_batch.place
+        limits = np.fromiter((p.max_new_tokens if p else 0 for p in prompt_batch.params), np.int32)
+        halves = key_halves(b"".join(prompt_batch.digests()))
+        row_hash = row_hashes(prompt_batch.batch.column("row_id"))
+        chunks.append(
+            pl.DataFrame(
+                {
+                    "request": np.arange(len(place)) + prompt_batch.first,
+                    "row_index": prompt_batch.batch.column("row_index").to_numpy()[place],
+                    "sample_index": prompt_batch.sample_index,
+                    "ready": prompt_batch.ready[place],
+                    "key_high": halves[:, 0],
+                    "key_low": halves[:, 1],
+                    "limit": limits[place],
+                    "row_hash": row_hash[place],
+                },
+                schema_overrides=WANTED_SCHEMA,
+            )
+        )
+    return pl.concat(chunks, rechunk=True)
+
+
+def requests_at(
+    prompts: Partition, model_fingerprint: str, numbers: np.ndarray
+) -> Iterator[WantedRequest]:
+    """The ready requests of the given numbers, which must rise."""
+    for batch in _prompt_batches(prompts, model_fingerprint):
+        first, last = np.searchsorted(numbers, [batch.first, batch.first + len(batch.place)])
+        if first < last:
+            yield from batch.requests(numbers[first:last])
+
+
+def key_halves(keys: bytes) -> np.ndarray:
+    """Keys of 16 bytes each as unsigned integers, [keys, 2]."""
+    return np.frombuffer(keys, ">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def row_hashes(row_ids: pa.Array) -> np.ndarray:
+    """A 64-bit hash of each row id, the same within this process."""
+    series = pl.from_arrow(row_ids)
+    assert isinstance(series, pl.Series)
+    return series.hash().to_numpy()
+
+
+class _Samplings:
+    """Reads the column `sampling`; equal rows share one object, and one hasher of keys."""
+
+    def __init__(self, model_fingerprint: str):
+        self._model_fingerprint = model_fingerprint
+        self._hashers: dict[SamplingParams, KeyHasher] = {}
+
+    def params(self, column: pa.StructArray, ready: np.ndarray) -> list[SamplingParams | None]:
+        """Each row's values; None where it cannot run."""
+        if not len(column):
+            return []
+        is_same = column.equals(column.take(pa.array(np.zeros(len(column), np.int32))))
+        if is_same and ready[0]:
+            params = _params(column[0].as_py())
+            return [params if is_ready else None for is_ready in ready]
+        rows = column.to_pylist()
+        return [_params(row) if ok else None for row, ok in zip(rows, ready, strict=True)]
+
+    def hasher(self, params: SamplingParams) -> KeyHasher:
+        if params not in self._hashers:
+            if len(self._hashers) > BATCH_ROWS:  # each row has settings of its own
+                self._hashers.clear()
+            self._hashers[params] = KeyHasher(params, self._model_fingerprint)
+        return self._hashers[params]
+
+
+def _params(row: dict[str, Any]) -> SamplingParams:
+    lists = {"stop": tuple(row["stop"]), "stop_token_ids": tuple(row["stop_token_ids"])}
+    return SamplingParams(**{**row, **lists})
+
+
+class _PromptBatch:
+    """A batch of prompts, and which of its rows each of its requests belongs to.
+
+    Attributes
+    ----------
+    first
+        Number of the first request.
+    place, sample_index
+        Each request's row in the batch, and which of the row's samples it is.
+    """
+
+    def __init__(self, batch: pa.RecordBatch, first: int, samplings: _Samplings):
+        self.batch, self.first, self._samplings = batch, first, samplings
+        self.ready = np.array(
+            [status == READY for status in batch.column("status").to_pylist()], bool
+        )
+        self.params = samplings.params(batch.column("sampling"), self.ready)
+        samples = batch.column("num_samples").to_numpy()
+        self.place = np.repeat(np.arange(batch.num_rows), samples)
+        self.sample_index = np.arange(len(self.place)) - np.repeat(
+            np.cumsum(samples) - samples, samples
+        )
+        ids = batch.column("input_ids")
+        self._values = ids.values.to_numpy().astype("<i4", copy=False)
+        self._bounds = ids.offsets.to_pylist()
+        sampled = any(params is not None and not params.is_greedy for params in self.params)
+        self._row_ids: Sequence[str] = batch.column("row_id").to_pylist() if sampled else []
+
+    def digests(self) -> Iterator[bytes]:
+        """Each request's key; zeros where it cannot run."""
+        data = memoryview(self._values).cast("B") if len(self._values) else memoryview(b"")
+        hashers = [self._samplings.hasher(params) if params else None for params in self.params]
+        bounds = self._bounds
+        for row, sample in zip(self.place.tolist(), self.sample_index.tolist(), strict=True):
+            hasher = hashers[row]
+            if hasher is None:
+                yield bytes(KEY_BYTES)
+            else:
+                ids = data[4 * bounds[row] : 4 * bounds[row + 1]]
+                yield hasher.digest(ids, self._seed(row, sample))
+
+    def requests(self, numbers: np.ndarray) -> Iterator[WantedRequest]:
+        """The requests of these numbers."""
+        row_ids = self.batch.column("row_id").to_pylist()
+        row_indices = self.batch.column("row_index").to_pylist()
+        for number in numbers.tolist():
+            row = int(self.place[number - self.first])
+            sample = int(self.sample_index[number - self.first])
+            params = self.params[row]
+            assert params is not None, number
+            ids = self._values[self._bounds[row] : self._bounds[row + 1]]
+            seed = self._seed(row, sample)
+            yield WantedRequest(
+                number,
+                row_ids[row],
+                row_indices[row],
+                sample,
+                ids.tolist(),
+                params if params.is_greedy else replace(params, seed=seed),
+                self._samplings.hasher(params).digest(ids.tobytes(), seed).hex(),
+            )
+
+    def _seed(self, row: int, sample: int) -> int:
+        params = self.params[row]
+        if params is None or params.is_greedy:
+            return 0
+        return request_seed(params.seed, self._row_ids[row], sample)
+
+
+def _prompt_batches(prompts: Partition, model_fingerprint: str) -> Iterator[_PromptBatch]:
+    samplings, first = _Samplings(model_fingerprint), 0
+    for batch in prompts.read(COLUMNS, BATCH_ROWS):
+        prompt_batch = _PromptBatch(batch, first, samplings)
+        yield prompt_batch
+        first += len(prompt_batch.place)
