@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from exllamav2.attn_params import PagedParams
 from exllamav2.cache import ExLlamaV2CacheBase
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import (
     disable_progress_bar,
     enable_progress_bar,
     is_progress_bar_enabled,
 )
 
+from bulk_pipeline.engine.folders import model_max_seq_len
 from bulk_pipeline.spec import PAGE_TOKENS
 
 ATTENTION = "bulk_pipeline_paged"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # attention that is not plain causal attention
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # the longest row of a batch changes the others
 CHECK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
@@ -233,33 +233,6 @@ def load_cpu_model(folder: Path, dtype: str, max_seq_len: int | None) -> CpuMode
     loaded = CpuModel(model.eval(), folder.name, limit)
     _check_paged_attention(loaded)
     return loaded
-
-
-def model_max_seq_len(folder: Path, wanted: int | None) -> int:
-    """Return the longest sequence to allow: `wanted`, or what the model was made for."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(
-            f"generator.model: {folder} is quantised ({method}), which needs a GPU; "
-            "on a CPU use the unquantised model"
-        )
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit is None:
-        raise ValueError(
-            f"generator.model: {config.model_type} models have no max_position_embeddings and "
-            "are not supported on a CPU"
-        )
-    limit = int(limit)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        limit = int(rope.get("original_max_position_embeddings") or limit)
-    if wanted is not None and wanted > limit:
-        raise ValueError(
-            f"generator.max_seq_len must be at most {limit}, the length of {folder.name}, "
-            f"got {wanted}"
-        )
-    return wanted or limit
 
 
 def _check_paged_attention(model: CpuModel) -> None:

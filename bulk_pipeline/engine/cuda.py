@@ -5,12 +5,9 @@ exllamav2's assertions.
 """
 
 import gc
-import json
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +24,21 @@ from exllamav2 import (
     ExLlamaV2Config,
 )
 from exllamav2 import attn as exllamav2_attn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bulk_pipeline.engine import attention
-from bulk_pipeline.engine.memory import GIB, is_out_of_memory, out_of_memory_message
+from bulk_pipeline.engine.folders import (
+    OWN_ATTENTION,
+    check_architecture,
+    check_max_seq_len,
+    check_quantization,
+    readable_by_exllamav2,
+)
+from bulk_pipeline.engine.memory import (
+    GIB,
+    cache_margin,
+    is_out_of_memory,
+    out_of_memory_message,
+)
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
 CACHES = {
@@ -39,10 +47,6 @@ CACHES = {
     "q6": ExLlamaV2Cache_Q6,
     "q4": ExLlamaV2Cache_Q4,
 }
-QUANTIZATIONS = ("exl2", "gptq")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # that exllamav2 computes as transformers does
-MARGIN_SHARE = 0.04  # of a GPU's memory, left free by an automatic cache: kernels, fragmentation
-SAMPLING_BYTES_PER_LOGIT = 64  # float64 copies of a batch's logits while sampling
 PROGRESS_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
@@ -134,12 +138,12 @@ def load_cuda_model(
     # Sums in float16 would cost digits.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     quantization = check_quantization(folder)
+    check_architecture(folder, attention_name)
     report = MemoryReport()
     with readable_by_exllamav2(folder) as readable:
         config = _read_config(readable, settings)
-        max_seq_len = _max_seq_len(config, settings, folder.name)
+        max_seq_len = check_max_seq_len(config.max_seq_len, settings, folder.name)
         _size_buffers(config, settings, rows, max_seq_len)
-        _check_architecture(config, folder.name, attention_name)
         if settings.tensor_parallel and config.sliding_window:
             raise ValueError(
                 f"generator.tensor_parallel: {folder.name} has a sliding window, which exllamav2 "
@@ -167,73 +171,7 @@ def use_attention() -> str:
     if not exllamav2_attn.has_flash_attn_with_paged:
         attention.install()
     is_own = exllamav2_attn.flash_attn_with_kvcache is attention.flash_attn_with_kvcache
-    return "bulk_pipeline" if is_own else "flash-attn"
-
-
-def check_quantization(folder: Path) -> str:
-    """Return ``exl2``, ``gptq`` or ``float16``.
-
-    Raises
-    ------
-    ValueError
-        If the folder is quantised in a way that exllamav2 does not read.
-    """
-    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
-    if not quantization:
-        return "float16"
-    method = str(quantization.get("quant_method", "unknown")).lower()
-    if method not in QUANTIZATIONS:
-        raise ValueError(
-            f"generator.model: {folder} is quantised with {method}; exllamav2 reads "
-            f"{', '.join(QUANTIZATIONS)} and unquantised folders"
-        )
-    return method
-
-
-@contextmanager
-def readable_by_exllamav2(folder: Path) -> Iterator[Path]:
-    """Give a folder whose config.json says what exllamav2 reads.
-
-    transformers 5 writes ``rope_parameters`` where exllamav2 looks for ``rope_theta`` and
-    ``rope_scaling`` (and silently takes 10000 and none), and may leave ``architectures`` out.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    changed = _translated(config, folder)
-    if changed == config:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        for path in folder.iterdir():
-            if path.name != "config.json":
-                (Path(temporary) / path.name).symlink_to(path.resolve())
-        (Path(temporary) / "config.json").write_text(json.dumps(changed))
-        yield Path(temporary)
-
-
-def _translated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    config = dict(config)
-    if not config.get("architectures"):
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
-        if name is None:
-            raise ValueError(
-                f"generator.model: {folder}/config.json names no architectures and an unknown "
-                f"model_type ({config.get('model_type')}); add architectures to it"
-            )
-        config["architectures"] = [name]
-    rope = config.get("rope_parameters")
-    if not rope or "rope_theta" in config:
-        return config
-    kind = rope.get("rope_type", "default")
-    if any(isinstance(value, dict) for value in rope.values()) or kind not in ROPE_TYPES:
-        raise ValueError(
-            f"generator.model: {folder}/config.json has rope_parameters that exllamav2 does not "
-            f"know ({kind if isinstance(kind, str) else 'one set a layer type'})"
-        )
-    if "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-    if kind != "default":
-        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    return config
+    return OWN_ATTENTION if is_own else "flash-attn"
 
 
 def _read_config(folder: Path, settings: GeneratorSettings) -> ExLlamaV2Config:
@@ -251,17 +189,6 @@ def _read_config(folder: Path, settings: GeneratorSettings) -> ExLlamaV2Config:
     return config
 
 
-def _max_seq_len(config: ExLlamaV2Config, settings: GeneratorSettings, name: str) -> int:
-    wanted = settings.max_seq_len
-    is_extended = settings.rope_scale is not None or settings.rope_alpha is not None
-    if wanted is not None and wanted > config.max_seq_len and not is_extended:
-        raise ValueError(
-            f"generator.max_seq_len must be at most {config.max_seq_len}, the length of {name}, "
-            f"got {wanted}; lower it, or extend the model with generator.rope_alpha or rope_scale"
-        )
-    return wanted or config.max_seq_len
-
-
 def _size_buffers(
     config: ExLlamaV2Config, settings: GeneratorSettings, rows: int, max_seq_len: int
 ) -> None:
@@ -270,19 +197,6 @@ def _size_buffers(
     # load_autosplit would shrink the buffers to max_seq_len, and a larger batch overrun them.
     config.max_seq_len = max(max_seq_len, config.max_input_len)
     config.max_output_len = max(PAGE_TOKENS, rows)
-
-
-def _check_architecture(config: ExLlamaV2Config, name: str, attention_name: str) -> None:
-    if attention_name == "bulk_pipeline" and config.attn_logit_softcapping:
-        raise ValueError(
-            f"generator.model: {name} ({config.architecture}) caps its attention logits, which "
-            f"needs flash-attn; install it"
-        )
-    if config.arch.lm.mrope:
-        raise ValueError(
-            f"generator.model: {name} ({config.architecture}) is a vision model with positions "
-            f"of its own, which is not supported"
-        )
 
 
 def _load(
@@ -337,7 +251,9 @@ def _even_split(config: ExLlamaV2Config) -> list[float] | None:
     return [*shares[:-1], free[-1] / GIB]
 
 
-def _auto_cache_tokens(model: ExLlamaV2, kind: type, settings: GeneratorSettings, rows: int) -> int:
+def _auto_cache_tokens(
+    model: ExLlamaV2, kind: Callable[..., Any], settings: GeneratorSettings, rows: int
+) -> int:
     """As many pages as fit beside the weights, and no more than the batch can use."""
     probe = kind(model, max_seq_len=PAGE_TOKENS)
     per_page = _bytes_by_device(probe)
@@ -346,8 +262,8 @@ def _auto_cache_tokens(model: ExLlamaV2, kind: type, settings: GeneratorSettings
     pages = []
     for device, size in per_page.items():
         free, total = torch.cuda.mem_get_info(device)
-        margin = total * MARGIN_SHARE + rows * model.config.vocab_size * SAMPLING_BYTES_PER_LOGIT
-        pages.append(max(0, int(free - margin)) // size)
+        margin = cache_margin(total, rows, model.config.vocab_size)
+        pages.append(max(0, free - margin) // size)
     longest = settings.max_seq_len or model.config.max_seq_len
     useful = settings.max_batch_size * -(-longest // PAGE_TOKENS)
     tokens = min(*pages, useful) * PAGE_TOKENS

@@ -6,8 +6,8 @@ imported only once the device is known, because exllamav2's compiled module depe
 
 import gc
 import importlib
-import importlib.util
 import logging
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,7 +83,7 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
         draft, draft_cache, draft_report = load_cuda_model(
             settings, draft_folder, rows=rows, cache_tokens=cache.max_seq_len
         )
-        _check_draft(draft.config.vocab_size, model.config.vocab_size, draft_folder.name)
+        check_draft(draft.config.vocab_size, model.config.vocab_size, draft_folder.name)
         logger.info("draft model %s: %s", draft_folder.name, draft_report)
     generator = BulkGenerator(
         model,
@@ -134,20 +134,13 @@ def _check_compiled_module() -> None:
 
     exllamav2 compiles it on import where it is not installed, which needs CUDA's compiler.
     """
-    from torch.utils.cpp_extension import CUDA_HOME
-
     if is_stand_in_installed():
         raise RuntimeError(
             "generator.device: cuda cannot be used in a process that has loaded a model on the CPU "
             "without exllamav2's compiled module; start a new process, or set "
             "generator.device: cpu"
         )
-    if importlib.util.find_spec(EXTENSION) is None and CUDA_HOME is None:
-        raise RuntimeError(
-            "generator.device: cuda needs exllamav2's compiled module, and neither it nor CUDA's "
-            "compiler (nvcc) is installed; install an exllamav2 wheel built for this PyTorch and "
-            "CUDA, or nvcc, or set generator.device: cpu"
-        )
+    check_extension()
     try:
         importlib.import_module("exllamav2")
     except Exception as error:
@@ -157,6 +150,26 @@ def _check_compiled_module() -> None:
             f"built here ({reason}); install an exllamav2 wheel built for PyTorch "
             f"{torch.__version__}, or set generator.device: cpu"
         ) from error
+
+
+def check_extension() -> str:
+    """Return where exllamav2's compiled module is, or the folder of CUDA to build it with.
+
+    Raises
+    ------
+    RuntimeError
+        If it is not installed and cannot be built.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    spec = PathFinder.find_spec(EXTENSION)  # whatever this process has in its place
+    if spec is None and CUDA_HOME is None:
+        raise RuntimeError(
+            "generator.device: cuda needs exllamav2's compiled module, and neither it nor CUDA's "
+            "compiler (nvcc) is installed; install an exllamav2 wheel built for this PyTorch and "
+            "CUDA, or nvcc, or set generator.device: cpu"
+        )
+    return str(spec.origin if spec else CUDA_HOME)
 
 
 def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
@@ -206,7 +219,7 @@ def _load_draft(settings: GeneratorSettings, model: "CpuModel") -> "CpuModel":
     assert settings.draft_model is not None
     folder = _model_folder(settings.draft_model, None)
     draft = load_cpu_model(folder, settings.dtype, None)
-    _check_draft(draft.config.vocab_size, model.config.vocab_size, folder.name)
+    check_draft(draft.config.vocab_size, model.config.vocab_size, folder.name)
     if draft.config.max_seq_len < model.config.max_seq_len:
         raise ValueError(
             f"generator.draft_model: {folder.name} reads at most {draft.config.max_seq_len} "
@@ -215,7 +228,8 @@ def _load_draft(settings: GeneratorSettings, model: "CpuModel") -> "CpuModel":
     return draft
 
 
-def _check_draft(draft_size: int, size: int, name: str) -> None:
+def check_draft(draft_size: int, size: int, name: str) -> None:
+    """Raise a ValueError where a draft model has another vocabulary than the model."""
     if draft_size != size:
         raise ValueError(
             f"generator.draft_model must have the vocabulary of the model ({size} tokens), got "
@@ -225,15 +239,34 @@ def _check_draft(draft_size: int, size: int, name: str) -> None:
 
 def _cache_tokens(settings: GeneratorSettings, model: "CpuModel", draft: "CpuModel | None") -> int:
     """Return the size of the cache in tokens, a whole number of pages."""
-    longest = model.config.max_seq_len + (settings.num_draft_tokens if draft else 0)
+    a_token = sum(_bytes_per_token(m) for m in (model, draft) if m)
+    available = psutil.virtual_memory().available
+    return cpu_cache_tokens(settings, model.config.max_seq_len, a_token, available)
+
+
+def cpu_cache_tokens(
+    settings: GeneratorSettings, max_seq_len: int, bytes_per_token: int, available: int
+) -> int:
+    """Return the size of the cache in tokens, of a model that reads `max_seq_len`.
+
+    Parameters
+    ----------
+    available
+        Bytes of memory that are free beside the weights.
+
+    Raises
+    ------
+    ValueError
+        If it does not hold one sequence.
+    """
+    longest = max_seq_len + (settings.num_draft_tokens if settings.draft_model else 0)
     if settings.cache_tokens is not None:
         tokens = settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
         remedy = "raise it or lower generator.max_seq_len"
         name = "generator.cache_tokens"
     else:
         wanted = max(longest, settings.max_batch_size * AUTO_TOKENS_PER_REQUEST)
-        a_token = sum(_bytes_per_token(m) for m in (model, draft) if m)
-        affordable = int(psutil.virtual_memory().available * AUTO_MEMORY_SHARE) // a_token
+        affordable = int(available * AUTO_MEMORY_SHARE) // bytes_per_token
         tokens = min(_whole_pages(wanted), affordable // PAGE_TOKENS * PAGE_TOKENS)
         remedy = "set generator.cache_tokens, or lower generator.max_seq_len"
         name = "generator.cache_tokens: auto"

@@ -3,6 +3,8 @@
 import torch
 
 GIB = 1 << 30
+MARGIN_SHARE = 0.04  # of a GPU's memory, left free by an automatic cache: kernels, fragmentation
+SAMPLING_BYTES_PER_LOGIT = 64  # float64 copies of a batch's logits while sampling
 SIGNS = ("out of memory", "Insufficient VRAM", "Insufficient space")  # exllamav2's own errors too
 
 
@@ -12,6 +14,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         is_cuda and any(sign in str(error) for sign in SIGNS)
     )
+
+
+def cache_margin(total_bytes: int, num_rows: int, vocab_size: int) -> int:
+    """Bytes of a GPU that an automatic cache leaves free beside the weights."""
+    return int(total_bytes * MARGIN_SHARE) + num_rows * vocab_size * SAMPLING_BYTES_PER_LOGIT
 
 
 def out_of_memory_message(doing: str) -> str:
