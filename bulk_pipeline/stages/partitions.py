@@ -8,7 +8,7 @@ import posixpath
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -148,6 +148,7 @@ def list_files(source: FilesSource) -> list[SourceFile]:
         SourceFile(
             path,
             posixpath.relpath(path, common or "/"),
+            size=info["size"],
             version=_version(info),
             modified=_modified(info),
         )
@@ -206,32 +207,21 @@ def _is_hidden(path: str, root: str) -> bool:
     return any(part.startswith((".", "_")) for part in path[len(root) :].split("/"))
 
 
-def find_unsettled(
-    files: Iterable[SourceFile],
-    settle_seconds: float,
-    before: Mapping[str, str] | None = None,
-    now: float | None = None,
+def find_recent(
+    files: Iterable[SourceFile], settle_seconds: float, now: float | None = None
 ) -> dict[str, str]:
-    """Find the files that may still be being written.
-
-    A file is settled if it was last written `settle_seconds` ago, or is as it was `before`.
-
-    Parameters
-    ----------
-    before
-        What an earlier call returned.
+    """Find the files that may still be being written: changed within `settle_seconds`.
 
     Returns
     -------
     dict
         The version of each by its relative path.
     """
-    now = time.time() if now is None else now
+    before = (time.time() if now is None else now) - settle_seconds
     return {
         file.relative: file.version
         for file in files
-        if not (file.modified is not None and now - file.modified >= settle_seconds)
-        and (before or {}).get(file.relative) != file.version
+        if file.modified is None or file.modified > before
     }
 
 

@@ -56,6 +56,8 @@ class SourceFile:
         Its path below the source's common root: its name in keys and manifests.
     start, stop
         First row, and the row after the last; None is the file's end.
+    size
+        Its bytes; None where it was not listed.
     version
         Changes with the file, as far as its listing tells: its size and time.
     modified
@@ -66,6 +68,7 @@ class SourceFile:
     relative: str
     start: int = 0
     stop: int | None = None
+    size: int | None = field(default=None, compare=False)
     version: str = field(default="", compare=False)
     modified: float | None = field(default=None, compare=False)
 
