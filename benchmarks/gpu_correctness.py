@@ -1,9 +1,9 @@
 """How right the GPU side is: agreement with transformers, batch invariance, caches, mixed lengths.
 
-    python benchmarks/gpu_correctness.py FP16_FOLDER EXL2_FOLDER [OUT.json]
+    python benchmarks/gpu_correctness.py FP16_FOLDER EXL2_FOLDER OUT.json [MEASUREMENT ...]
 
-FP16_FOLDER and EXL2_FOLDER hold the same model. Prints a line a measurement, and writes all as
-JSON.
+FP16_FOLDER and EXL2_FOLDER hold the same model. Prints a line a measurement, and writes the
+measurements (all, or those named) into OUT.json.
 """
 
 import json
@@ -26,32 +26,26 @@ NUM_PROMPTS = 200
 NEW_TOKENS = 40
 AGREED_TOKENS = 32
 END = (2,)
+WORKERS = 5
 CHUNK = 64  # tokens a pass when perplexity is measured: later chunks read what the cache holds
 
 
 def prompts(tokenizer) -> list[list[int]]:
-    """200 chats of mixed length, from the sample data: whole questions and their beginnings."""
-    questions = []
+    """200 different chats: the questions of the sample data, and the same with a rider."""
+    questions: dict[str, None] = {}
     for path in sorted(DATA.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             text = json.loads(line)["question"]
-            if (
-                text
-                and text.strip()
-                and text.isprintable() | ("\n" in text)
-                and "\ud83d" not in text
-            ):
-                questions.append(text)
-    rnd = random.Random(1)
-    while len(questions) < NUM_PROMPTS:
-        words = rnd.choice(questions).split()
-        questions.append("Continue: " + " ".join(words[: rnd.randint(1, len(words))]))
+            if text and text.strip() and "\ud83d" not in text:
+                questions[text] = None
+    asked = [*questions, *(f"{text}\n\nAnswer in one sentence." for text in questions)]
+    assert len(asked) >= NUM_PROMPTS
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": q}], add_generation_prompt=True, tokenize=True,
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
             return_dict=False,
         )
-        for q in questions[:NUM_PROMPTS]
+        for text in asked[:NUM_PROMPTS]
     ]  # fmt: skip
 
 
@@ -79,19 +73,33 @@ def first_difference(a, b) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
+def generate(folder, all_ids) -> list[list[int]]:
+    """transformers' own generate in float16, greedy, a prompt at a time without padding."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
+    answers = []
+    for ids in all_ids:
+        given = torch.tensor([ids], device="cuda")
+        with torch.inference_mode():
+            found = model.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=False,
+                max_new_tokens=NEW_TOKENS, eos_token_id=list(END), pad_token_id=END[0],
+            )  # fmt: skip
+        answers.append(found[0, len(ids) :].tolist())
+    return answers
+
+
 def agreement(folder, all_ids) -> dict:
     generator = load_generator(settings(folder))
     ours = complete(generator, all_ids)
     generator.close()
+    context = torch.multiprocessing.get_context("spawn")  # launching kernels is what takes long
+    with context.Pool(WORKERS) as pool:
+        shares = pool.starmap(generate, [(folder, all_ids[i::WORKERS]) for i in range(WORKERS)])
+    theirs_of = {i + WORKERS * n: a for i, s in enumerate(shares) for n, a in enumerate(s)}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
     differing, agreed = [], 0
-    for ids, found in zip(all_ids, ours, strict=True):
-        given = torch.tensor([ids], device="cuda")
-        with torch.inference_mode():
-            theirs = model.generate(
-                given, attention_mask=torch.ones_like(given), do_sample=False,
-                max_new_tokens=NEW_TOKENS, eos_token_id=list(END), pad_token_id=END[0],
-            )[0, len(ids) :].tolist()  # fmt: skip
+    for number, (ids, found) in enumerate(zip(all_ids, ours, strict=True)):
+        theirs = theirs_of[number]
         place = first_difference(found, theirs)
         agreed += place is None or place >= AGREED_TOKENS
         if place is not None and place < min(len(found), len(theirs)):
@@ -214,13 +222,14 @@ def main() -> None:
         ("batch_invariance_exl2", lambda: batch_invariance(exl2, all_ids)),
         ("agreement_fp16", lambda: agreement(fp16, all_ids)),
     ):
+        if sys.argv[4:] and name not in sys.argv[4:]:
+            continue
         started = time.monotonic()
         results[name] = measure()
         print(
             f"{name} ({time.monotonic() - started:.0f} s):", json.dumps(results[name]), flush=True
         )
-    if len(sys.argv) > 3:
-        Path(sys.argv[3]).write_text(json.dumps(results, indent=1) + "\n")
+    Path(sys.argv[3]).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

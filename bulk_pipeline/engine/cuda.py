@@ -168,7 +168,8 @@ def load_cuda_model(
 
 def use_attention() -> str:
     """Make paged attention available to exllamav2; return whose it is."""
-    if not exllamav2_attn.has_flash_attn_with_paged:
+    # The flag alone says little: running on the CPU sets it too, without the function.
+    if not hasattr(exllamav2_attn, "flash_attn_with_kvcache"):
         attention.install()
     is_own = exllamav2_attn.flash_attn_with_kvcache is attention.flash_attn_with_kvcache
     return OWN_ATTENTION if is_own else "flash-attn"
