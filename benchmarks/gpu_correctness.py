@@ -74,7 +74,7 @@ def first_difference(a, b) -> int | None:
 
 
 def generate(folder, all_ids) -> list[list[int]]:
-    """transformers' own generate in float16, greedy, a prompt at a time without padding."""
+    """Generate with transformers in float16, greedy, a prompt at a time without padding."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
     answers = []
     for ids in all_ids:
