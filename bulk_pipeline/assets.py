@@ -68,6 +68,9 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
         "backfill_policy": (
             dg.BackfillPolicy.multi_run(limit) if limit else dg.BackfillPolicy.single_run()
         ),
+        "automation_condition": (
+            dg.AutomationCondition.eager() if spec.automation.mode == "conditions" else None
+        ),
         "check_specs": [dg.AssetCheckSpec(check, asset=key)] if check else [],
         "metadata": {"bulk_pipeline/root": spec.output.root},
         "kinds": {"parquet"},

@@ -9,7 +9,7 @@ import click
 import dagster as dg
 import polars as pl
 
-from bulk_pipeline.automation import SYNC_TAG
+from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
 from bulk_pipeline.store import COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import scan_table
 
@@ -45,12 +45,7 @@ def sync(module: str, datasets: Sequence[str]) -> None:
             "DAGSTER_HOME is not set, so nothing would remember the partitions; set it to the "
             "folder that holds dagster.yaml"
         )
-    definitions = _load_definitions(module)
-    jobs = {
-        job.tags[SYNC_TAG]: job
-        for job in definitions.resolve_all_job_defs()
-        if SYNC_TAG in job.tags
-    }
+    jobs = _tagged_jobs(module, SYNC_TAG)
     _check_names(datasets, jobs, module)
     with dg.DagsterInstance.get() as instance:
         for name in datasets or sorted(jobs):
@@ -60,6 +55,27 @@ def sync(module: str, datasets: Sequence[str]) -> None:
                 raise click.ClickException(f"{name}: {error}") from None
             new = result.output_for_node(f"{name}_find_partitions")
             click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
+
+
+@partitions.command()
+@module_option
+@click.argument("datasets", nargs=-1)
+def status(module: str, datasets: Sequence[str]) -> None:
+    """Tell what is missing or stale, and why; of all datasets, or of those named."""
+    jobs = _tagged_jobs(module, STATUS_TAG)
+    _check_names(datasets, jobs, module)
+    for name in datasets or sorted(jobs):
+        try:
+            result = jobs[name].execute_in_process(QUIET)
+        except ValueError as error:
+            raise click.ClickException(f"{name}: {error}") from None
+        state = result.output_for_node(f"{name}_judge_partitions")
+        reasons = state["reasons"]
+        click.echo(f"{name}: {len(state['keys'])} partitions, {len(reasons)} missing or stale")
+        for key, reason in reasons.items():
+            click.echo(f"  {key}: {reason}")
+        for key in state["removed"]:
+            click.echo(f"  {key}: its source is gone, its results stay")
 
 
 @main.command()
@@ -107,6 +123,12 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
     by_status = ", ".join(f"{count} {status}" for status, count in counts.iter_rows())
     click.echo(f"{table.height} rows ({by_status})")
     click.echo(f"{roots[dataset]}/{dataset}/{OUTPUT}")
+
+
+def _tagged_jobs(module: str, tag: str) -> dict[str, dg.JobDefinition]:
+    """The jobs that carry a tag, by its value: the dataset's name."""
+    jobs = _load_definitions(module).resolve_all_job_defs()
+    return {job.tags[tag]: job for job in jobs if tag in job.tags}
 
 
 def _load_definitions(module: str) -> dg.Definitions:

@@ -7,7 +7,7 @@ import dagster as dg
 from pydantic import BaseModel
 
 from bulk_pipeline.assets import build_assets
-from bulk_pipeline.automation import build_jobs, build_sensor
+from bulk_pipeline.automation import build_jobs, build_schedule, build_sensor
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 
@@ -15,7 +15,7 @@ from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 def build_bulk_inference_defs(
     spec: BulkInferenceSpec | dict[str, Any], project_root: Path | str = "."
 ) -> dg.Definitions:
-    """Build the assets, checks, jobs, sensor and model resource of one dataset.
+    """Build the assets, checks, jobs, sensors, schedule and model resource of one dataset.
 
     Parameters
     ----------
@@ -33,14 +33,24 @@ def build_bulk_inference_defs(
         spec = load_spec(spec)
     spec = spec.resolve_paths(Path(project_root).resolve())
     resource_key = spec.generator_resource or f"{spec.name}_model"
-    sync_job, assets_job = build_jobs(spec)
+    jobs, assets_job = build_jobs(spec, resource_key)
+    assets = build_assets(spec, resource_key)
     resources = {}
     if spec.generator is not None:
         resources[resource_key] = ExLlamaV2Resource(**spec.generator.model_dump())
+    sensors = [build_sensor(spec, assets_job)] if spec.automation.mode != "none" else []
+    if spec.automation.mode == "conditions":
+        sensors.append(
+            dg.AutomationConditionSensorDefinition(
+                f"{spec.name}_automation", target=dg.AssetSelection.assets(*assets)
+            )
+        )
+    has_schedule = spec.automation.cron is not None
     return dg.Definitions(
-        assets=build_assets(spec, resource_key),
-        jobs=[sync_job, assets_job],  # type: ignore[list-item]
-        sensors=[build_sensor(spec, assets_job)],
+        assets=assets,
+        jobs=[*jobs, assets_job],
+        sensors=sensors,
+        schedules=[build_schedule(spec, assets_job, resource_key)] if has_schedule else [],
         resources=resources,
     )
 

@@ -54,6 +54,7 @@ def test_datasets_live_side_by_side():
     assert partitions == {"one_partitions", "two_partitions"}
     assert {job.name for job in defs.resolve_all_job_defs() if not job.name.startswith("__")} == {
         "one_job", "two_job", "one_sync_partitions", "two_sync_partitions",
+        "one_partitions_status", "two_partitions_status",
     }  # fmt: skip
 
 
