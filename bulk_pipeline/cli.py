@@ -10,7 +10,9 @@ import dagster as dg
 import polars as pl
 
 from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
-from bulk_pipeline.store import COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
+from bulk_pipeline.resources import ExLlamaV2Resource
+from bulk_pipeline.spec import GeneratorSettings
+from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import scan_table
 
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -123,6 +125,57 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
     by_status = ", ".join(f"{count} {status}" for status, count in counts.iter_rows())
     click.echo(f"{table.height} rows ({by_status})")
     click.echo(f"{roots[dataset]}/{dataset}/{OUTPUT}")
+
+
+@main.command()
+@module_option
+@click.option("--model", help="Model folder or hub id, in place of the dataset's.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("dataset", required=False)
+def doctor(module: str, model: str | None, as_json: bool, dataset: str | None) -> None:
+    """Show the GPU, the libraries, the model of a dataset, what fits, and each problem.
+
+    No weights are loaded. The exit code is 1 if a problem would stop a run.
+    """
+    settings, root = _dataset_settings(module, dataset) if dataset else (None, None)
+    if model is not None:
+        values = settings.model_dump() if settings else {}
+        settings = GeneratorSettings(**values | {"model": model, "revision": None})
+
+    from bulk_pipeline.engine.doctor import examine
+
+    report = examine(settings, root)
+    click.echo(report.to_json() if as_json else report)
+    if report.stops:
+        raise click.exceptions.Exit(1)
+
+
+def _dataset_settings(module: str, dataset: str) -> tuple[GeneratorSettings, str]:
+    """The model settings of a dataset, and the folder of its tables."""
+    definitions = _load_definitions(module)
+    assets = {
+        asset.key.path[0]: asset
+        for asset in definitions.resolve_asset_graph().assets_defs
+        if asset.key.path[-1] == COMPLETIONS and "bulk_pipeline/root" in _metadata(asset)
+    }
+    _check_names([dataset], assets, module)
+    asset = assets[dataset]
+    resources = {
+        key: (definitions.resources or {}).get(key) for key in asset.required_resource_keys
+    }
+    for resource in resources.values():
+        if isinstance(resource, ExLlamaV2Resource):
+            with resource.process_config_and_initialize_cm() as resolved:  # reads EnvVars
+                values = {name: getattr(resolved, name) for name in GeneratorSettings.model_fields}
+            return GeneratorSettings(**values), str(_metadata(asset)["bulk_pipeline/root"])
+    raise click.ClickException(
+        f"{dataset}: no ExLlamaV2Resource among its resources ({', '.join(sorted(resources))}); "
+        "add one to the definitions under its generator_resource"
+    )
+
+
+def _metadata(asset: dg.AssetsDefinition) -> Mapping[str, object]:
+    return asset.metadata_by_key[asset.key]
 
 
 def _tagged_jobs(module: str, tag: str) -> dict[str, dg.JobDefinition]:

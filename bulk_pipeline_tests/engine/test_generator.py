@@ -338,6 +338,37 @@ def test_drafting_changes_no_answer(toy_float64, tmp_path, draft_seed, num_draft
         assert drafting.stats.steps < plain.stats.steps
 
 
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 31])
+def test_drafting_ends_exactly_at_max_new_tokens(toy_float64, limit):
+    drafting = make_generator(toy_float64, draft_model=str(toy_float64), num_draft_tokens=5)
+    completion = run_one(drafting, make_ids(9), max_new_tokens=limit)
+    assert (completion.status, len(completion.token_ids)) == (Status.LENGTH, limit)
+
+
+def test_default_sampling_leaves_out_no_token(generator):
+    """exllamav2's own defaults would: top-k 50, a temperature of 0.8."""
+    params = [SamplingParams(temperature=1e4, max_new_tokens=1, seed=i) for i in range(300)]
+    completions = generator.run(Request(i, [5], p) for i, p in enumerate(params))
+    distinct = {completion.token_ids for completion in completions}
+    assert len(distinct) > 150  # 300 draws of 512 equal tokens give 227 on average
+
+
+def test_default_sampling_penalises_no_repetition(generator, monkeypatch):
+    """exllamav2's default would: what the prompt holds would be less likely."""
+    [model] = generator._models
+    forward = model.forward_chunk
+
+    def almost_equal(*args, **kwargs):  # token 7 is ahead by less than a penalty of 1.025
+        output = forward(*args, **kwargs)
+        if "logits" in output:
+            output["logits"] = torch.full_like(output["logits"], 10.0)
+            output["logits"][..., 7] = 10.1
+        return output
+
+    monkeypatch.setattr(model, "forward_chunk", almost_equal)
+    assert run_one(generator, [7] * 20, max_new_tokens=9).token_ids == (7,) * 9
+
+
 class TestPages:
     """Pages that exllamav2 would offer to other prompts although they were made in other places."""
 

@@ -17,7 +17,7 @@ from bulk_pipeline.engine.tokenizer import (
     model_fingerprint,
     resolve_model,
 )
-from bulk_pipeline_tests.toy import BOS_ID, EOS_ID, TURN_END_ID, toy_model
+from bulk_pipeline_tests.toy import BOS_ID, EOS_ID, TURN_END_ID, TURN_START_ID, toy_model
 
 CHATML = "{{ messages[0].content }}<|im_end|>"
 
@@ -176,6 +176,18 @@ class TestEndTokens:
     def test_turn_end_that_is_no_token_of_this_model(self, toy: Path):
         ends = end_token_ids(toy, "<|eot_id|><end_of_turn>", PromptTokenizer(toy))
         assert list(ends) == [EOS_ID]
+
+    def test_wrong_end_token_of_a_gguf_does_not_hide_the_right_one(self, tmp_path: Path):
+        self.make(tmp_path, EOS_ID, EOS_ID)
+        path = tmp_path / "tokenizer_config.json"
+        wrong = json.loads(path.read_text()) | {"eos_token": "<|im_start|>"}
+        path.write_text(json.dumps(wrong))
+        tokenizer = PromptTokenizer(tmp_path)
+        assert end_token_ids(tmp_path, CHATML, tokenizer) == {
+            TURN_START_ID: "tokenizer",
+            EOS_ID: "config.json, generation_config.json",
+            TURN_END_ID: "chat template",
+        }
 
     def test_real_model(self, smollm2: Path, real_tokenizer: PromptTokenizer):
         template = real_tokenizer.chat_template

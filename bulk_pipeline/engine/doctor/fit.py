@@ -1,0 +1,113 @@
+"""What fits beside the weights: tokens of cache, and rows at once."""
+
+import torch
+
+from bulk_pipeline.engine.doctor.report import Fit, Report
+from bulk_pipeline.engine.folders import CACHE_BYTES, CacheShape, Weights
+from bulk_pipeline.engine.loading import AUTO_MEMORY_SHARE, cpu_cache_tokens
+from bulk_pipeline.engine.memory import GIB, cache_margin
+from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
+
+EXAMPLE_LENGTHS = (512, 2048, 8192)  # tokens of a prompt and its completion, for rows at once
+
+
+def examine_fit(report: Report, settings: GeneratorSettings) -> None:
+    """Fill in what fits, where the sizes are known."""
+    model = report.model
+    if model is None or model.max_seq_len is None:
+        return
+    found = [(model.weights, model.cache)]
+    if settings.draft_model is not None:
+        found.append((model.draft_weights, model.draft_cache))
+    sizes = [(weights, cache) for weights, cache in found if weights and cache]
+    if len(sizes) == len(found):
+        fit = _fit_on_gpus if report.device == "cuda" else _fit_on_cpu
+        fit(report, settings, sizes, model.max_seq_len)
+
+
+def _fit_on_gpus(
+    report: Report,
+    settings: GeneratorSettings,
+    sizes: list[tuple[Weights, CacheShape]],
+    max_seq_len: int,
+) -> None:
+    assert report.model is not None
+    gpus = report.machine.gpus
+    free = sum(gpu.free for gpu in gpus)
+    weights = sum(part.gpu_bytes for part, _ in sizes)
+    if weights >= free:
+        report.note(
+            f"generator.model: the weights take {weights / GIB:.2f} GiB, and {free / GIB:.2f} GiB "
+            "of GPU memory are free; free some, or use a model of fewer bits or parameters",
+            stops=True,
+        )
+        return
+    num_draft = settings.num_draft_tokens if settings.draft_model else 0
+    rows = settings.max_batch_size * (num_draft + 1)
+    margin = sum(cache_margin(gpu.total, rows, report.model.vocab_size) for gpu in gpus)
+    beside = free - weights
+    for kind in CACHE_BYTES:
+        a_token = sum(shape.gpu_bytes_per_token(kind, len(gpus)) for _, shape in sizes)
+        report.fits.append(_fit(kind, a_token, beside - margin, max_seq_len))
+        if kind != settings.cache_type:
+            continue
+        useful = settings.max_batch_size * _whole_pages(max_seq_len)
+        report.cache_tokens = min(report.fits[-1].tokens, useful)
+        if settings.cache_tokens is not None:
+            report.cache_tokens = settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
+        _check_cache(report, report.cache_tokens, a_token, beside, max_seq_len)
+
+
+def _fit_on_cpu(
+    report: Report,
+    settings: GeneratorSettings,
+    sizes: list[tuple[Weights, CacheShape]],
+    max_seq_len: int,
+) -> None:
+    element = getattr(torch, settings.dtype).itemsize
+    weights = sum(part.num_parameters for part, _ in sizes) * element
+    beside = report.machine.memory - weights
+    if beside <= 0:
+        report.note(
+            f"generator.model: the weights take {weights / GIB:.2f} GiB in {settings.dtype}, and "
+            f"{report.machine.memory / GIB:.2f} GiB of memory are free; use a smaller model, or "
+            "generator.dtype: bfloat16",
+            stops=True,
+        )
+        return
+    a_token = sum(shape.bytes_per_token(element) for _, shape in sizes)
+    share = int(beside * AUTO_MEMORY_SHARE)
+    report.fits.append(_fit(settings.dtype, a_token, share, max_seq_len))
+    report.cache_tokens = report.tried(cpu_cache_tokens, settings, max_seq_len, a_token, beside)
+    if report.cache_tokens is not None:
+        _check_cache(report, report.cache_tokens, a_token, beside, max_seq_len)
+
+
+def _fit(kind: str, bytes_per_token: int, num_bytes: int, max_seq_len: int) -> Fit:
+    tokens = max(0, num_bytes) // bytes_per_token // PAGE_TOKENS * PAGE_TOKENS
+    lengths = sorted({*(n for n in EXAMPLE_LENGTHS if n < max_seq_len), max_seq_len})
+    rows = {length: tokens // _whole_pages(length) for length in lengths}
+    return Fit(kind, bytes_per_token, tokens, rows)
+
+
+def _whole_pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+def _check_cache(
+    report: Report, tokens: int, bytes_per_token: int, beside: int, max_seq_len: int
+) -> None:
+    needed = max(tokens, PAGE_TOKENS) * bytes_per_token
+    if tokens == 0 or needed > beside:
+        report.note(
+            f"generator.cache_tokens: {max(tokens, PAGE_TOKENS)} tokens take "
+            f"{needed / GIB:.2f} GiB, and {beside / GIB:.2f} GiB are free beside the weights; "
+            "lower it, or generator.max_batch_size, or use a smaller generator.cache_type",
+            stops=True,
+        )
+    elif tokens < max_seq_len:
+        report.note(
+            f"generator.cache_tokens: the cache holds {tokens} tokens, less than the "
+            f"{max_seq_len} that the model can read: longer requests end as too_long; raise it if "
+            "there are any"
+        )
