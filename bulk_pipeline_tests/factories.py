@@ -63,8 +63,19 @@ def make_prompt(index: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def write_prompts(store: Store, rows: list[dict[str, Any]], key: str = KEY) -> None:
-    """Write prompts, and a raw table with a column `text` that belongs to them."""
+def write_prompts(
+    store: Store,
+    rows: list[dict[str, Any]],
+    key: str = KEY,
+    inputs: dict[str, Any] | None = None,
+    renumber: bool = False,
+) -> None:
+    """Write prompts, and a raw table with a column `text` that belongs to them.
+
+    `renumber` gives the rows their place in the list as row_index.
+    """
+    if renumber:
+        rows = [row | {"row_index": place} for place, row in enumerate(rows)]
     with store.partition(PROMPTS, key).writer() as writer:
         with writer.new_part(PROMPTS_SCHEMA) as part:
             part.write(pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA))
@@ -75,7 +86,7 @@ def write_prompts(store: Store, rows: list[dict[str, Any]], key: str = KEY) -> N
             "max_request_tokens": longest,
             "num_requests": sum(row["num_samples"] for row in rows),
         }
-        writer.commit([part.part], complete=True, meta=meta)
+        writer.commit([part.part], complete=True, inputs=inputs, meta=meta)
     write_raw(
         store,
         [

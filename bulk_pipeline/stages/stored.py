@@ -221,8 +221,8 @@ def copy_from_others(store: Store, writer: PartitionWriter, missing: pl.DataFram
     for key in store.partition_keys(COMPLETIONS):
         if key == own or not missing.height:
             continue
-        other = store.partition(COMPLETIONS, key)
         try:
+            other = store.partition(COMPLETIONS, key)
             manifest = other.manifest()
             for part in manifest.parts if manifest else []:
                 completions = stored_completions(other, [part])

@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bulk_pipeline.stages.complete import MAX_ATTEMPTS, complete_partition
+from bulk_pipeline.engine.request import Completion, Status
+from bulk_pipeline.stages import complete as complete_module
+from bulk_pipeline.stages import stored as stored_module
+from bulk_pipeline.stages.complete import complete_partition
+from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, StageReport
 from bulk_pipeline_tests.factories import (
     KEY,
@@ -300,3 +304,166 @@ def test_any_dataset_comes_out_as_asked_for_whatever_ran_before(
     assert stable(read_rows(store, COMPLETIONS)) == stable(
         read_rows(make_store(fresh_spec), COMPLETIONS)
     )
+
+
+# --- redo ----------------------------------------------------------------------------------------
+
+
+def reasons(report: StageReport) -> dict[str, int]:
+    prefix = "requests_run_"
+    return {k.removeprefix(prefix): v for k, v in report.metadata.items() if k.startswith(prefix)}
+
+
+def test_redo_all_runs_everything_once_more(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+    complete(spec, store)
+    report = complete(spec, store, redo="all")
+    assert reasons(report) == {"redo": 4}
+    assert len(read_rows(store, COMPLETIONS)) == 4
+    assert complete(spec, store).metadata["requests_run"] == 0  # it is over
+    assert complete(spec, store, redo="all").metadata["requests_run"] == 4  # asked for anew
+
+
+def test_redo_of_a_status_runs_its_rows_alone(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+    for _ in range(MAX_ATTEMPTS):
+        complete(spec, store, EchoGenerator(errors_at=[1, 2]))
+    assert complete(spec, store).metadata["requests_run"] == 0  # they have failed often enough
+    report = complete(spec, store, EchoGenerator(errors_at=[2]), redo=["error"])
+    assert reasons(report) == {"redo": 2}
+    rows = read_rows(store, COMPLETIONS)
+    assert [row["status"] for row in rows] == ["stop", "stop", "error", "stop"]
+    assert rows[2]["attempts"] == 1
+
+
+@pytest.mark.parametrize("asked_again", ["all", "none"])
+def test_a_redo_that_broke_off_goes_on_where_it_was(tmp_path, asked_again):
+    spec = make_spec(tmp_path, output={"flush_rows": 2})
+    store = make_store(spec)
+    write_prompts(store, [make_prompt(i) for i in range(8)])
+    complete(spec, store)
+    with pytest.raises(RuntimeError, match="the generator broke"):
+        complete(spec, store, EchoGenerator(fails_at=[5]), redo="all")
+    rest = EchoGenerator()
+    report = complete(spec, store, rest, redo=asked_again)
+    assert [request.input_ids[-1] for request in rest.requests] == [4, 5, 6, 7]
+    assert reasons(report) == {"redo": 4}
+    assert complete(spec, store).metadata["requests_run"] == 0
+
+
+def test_old_answers_are_kept_until_the_redo_is_complete(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+    complete(spec, store)
+    before = store.partition(COMPLETIONS, KEY).manifest().parts
+    with pytest.raises(RuntimeError, match="the generator broke"):
+        complete(spec, store, EchoGenerator(fails_at=[0]), redo="all")
+    assert store.partition(COMPLETIONS, KEY).manifest().parts[:1] == before
+
+
+@pytest.mark.parametrize("redo", ["errors", ["stop", "nothing"], ["ready"]])
+def test_redo_of_an_unknown_status_is_refused(spec, store, redo):
+    write_prompts(store, [make_prompt(0)])
+    with pytest.raises(ValueError, match="redo must be none, all or statuses out of .* got"):
+        complete(spec, store, redo=redo)
+
+
+# --- why requests run ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "fingerprint", "expected"),
+    [
+        ({}, "model", {}),
+        ({"input_ids": [5]}, "model", {"prompt_changed": 1}),
+        ({"row_id": "another", "input_ids": [5]}, "model", {"new": 1}),
+        ({"sampling": {"max_new_tokens": 2}}, "model", {"limit_changed": 1}),
+        ({"input_ids": [5]}, "model 2", {"model_changed": 2}),
+    ],
+    ids=str,
+)
+def test_the_report_says_why_requests_run(spec, store, change, fingerprint, expected):
+    write_prompts(store, [make_prompt(0), make_prompt(1)])
+    assert reasons(complete(spec, store)) == {"new": 2}
+    write_prompts(store, [make_prompt(0), make_prompt(1, **change)])
+    assert reasons(complete(spec, store, fingerprint=fingerprint)) == expected
+
+
+def test_a_retried_error_and_changed_sampling_are_told_apart(spec, store):
+    def prompts(temperature: float) -> None:
+        rows = [make_prompt(i, sampling={"temperature": temperature}) for i in range(2)]
+        write_prompts(store, rows, inputs={"sampling": {"temperature": temperature}})
+
+    prompts(0.0)
+    complete(spec, store, EchoGenerator(errors_at=[1]))
+    assert reasons(complete(spec, store)) == {"error_retried": 1}
+    prompts(0.5)
+    assert reasons(complete(spec, store)) == {"sampling_changed": 2}
+
+
+# --- other partitions ----------------------------------------------------------------------------
+
+
+def test_answers_are_found_in_other_partitions(spec, store):
+    """By file, then by rows: the same prompts in other partitions, and one new."""
+    for key, places in (("a", range(3)), ("b", range(3, 8))):
+        write_prompts(store, [make_prompt(i) for i in places], key=key, renumber=True)
+        complete_partition(spec, store, key, EchoGenerator, "model")
+    rest = EchoGenerator()
+    for key, places in (("rows-0", range(4)), ("rows-1", range(4, 9))):
+        write_prompts(store, [make_prompt(i) for i in places], key=key, renumber=True)
+        report = complete_partition(spec, store, key, lambda: rest, "model")
+        assert report.metadata["requests_copied"] == 4
+        rows = read_rows(store, COMPLETIONS, key)
+        assert [row["row_id"] for row in rows] == [f"row-{i}" for i in places]
+        assert [row["row_index"] for row in rows] == list(range(len(places)))
+        assert [row["completion"] for row in rows] == [f"1 2 3 {i}" for i in places]
+    assert [request.input_ids[-1] for request in rest.requests] == [8]
+
+
+def test_errors_are_not_taken_from_other_partitions_nor_anything_into_a_redo(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(2)], key="a")
+    for _ in range(MAX_ATTEMPTS):
+        complete_partition(spec, store, "a", lambda: EchoGenerator(errors_at=[1]), "model")
+    write_prompts(store, [make_prompt(i) for i in range(2)])
+    assert complete(spec, store).metadata["requests_run"] == 1
+    assert complete(spec, store, redo="all").metadata["requests_run"] == 2
+
+
+def test_a_damaged_partition_is_passed_over(spec, store):
+    write_prompts(store, [make_prompt(0)], key="a")
+    complete_partition(spec, store, "a", EchoGenerator, "model")
+    store.fs.pipe_file(f"{store.path}/completions/a/manifest.json", b"{")
+    write_prompts(store, [make_prompt(0)])
+    assert complete(spec, store).metadata["requests_run"] == 1
+
+
+def test_a_request_that_the_engine_refuses_keeps_its_status(spec, store):
+    class Refusing(EchoGenerator):
+        def _answer(self, request):
+            if request.input_ids[-1] == 1:
+                return Completion(request.request_id, Status.TOO_LONG, error="9 tokens over")
+            return super()._answer(request)
+
+    write_prompts(store, [make_prompt(i) for i in range(3)])
+    report = complete(spec, store, Refusing())
+    assert report.metadata["status_too_long"] == 1
+    assert [row["status"] for row in read_rows(store, COMPLETIONS)] == ["stop", "too_long", "stop"]
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+def test_many_pieces_are_merged_in_order(tmp_path, monkeypatch, order):
+    monkeypatch.setattr(complete_module, "SORT_ROWS", 7)
+    monkeypatch.setattr(complete_module, "READ_ROWS", 3)
+    monkeypatch.setattr(stored_module, "BUCKET_REQUESTS", 5)
+
+    class Reordering(EchoGenerator):
+        def run(self, requests, on_step=None):
+            places = {"rising": 1, "falling": -1, "mixed": 37}[order]
+            every = list(requests)
+            yield from map(self._answer, [every[i * places % 101] for i in range(101)])
+
+    spec = make_spec(tmp_path, output={"flush_rows": 10})
+    store = make_store(spec)
+    write_prompts(store, [make_prompt(i) for i in range(101)])
+    complete(spec, store, Reordering())
+    assert texts(store) == [f"1 2 3 {i}" for i in range(101)]
