@@ -112,20 +112,21 @@ def test_too_large_a_cache_is_one_line_with_numbers_and_leaves_the_gpu_free(exl2
 
 
 def test_running_out_of_memory_is_one_line_and_the_generator_can_go_on(exl2, encode):
-    generator = load_generator(make_settings(exl2))
+    generator = load_generator(make_settings(exl2, max_batch_size=64))
     hog = []
     try:
-        params = SamplingParams(temperature=0, max_new_tokens=4, stop_token_ids=END)
-        request = Request(0, encode("Hello"), params)
+        greedy = SamplingParams(temperature=0, max_new_tokens=4, stop_token_ids=END)
+        request = Request(0, encode("Hello"), greedy)
         expected = run(generator, [request])[0].token_ids
 
         def requests():
-            yield request
+            """64 sampled rows need some 100 MiB; 2 are left."""
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
-            hog.append(torch.empty(free - (8 << 20), dtype=torch.uint8, device="cuda"))
-            for i in range(1, 200):
-                yield Request(i, encode("word " * 1500), params)
+            hog.append(torch.empty(free - (2 << 20), dtype=torch.uint8, device="cuda"))
+            for i in range(1, 65):
+                params = SamplingParams(temperature=1, max_new_tokens=64, seed=i)
+                yield Request(i, encode("Hello"), params)
 
         with pytest.raises(RuntimeError, match="out of GPU memory while generating"):
             list(generator.run(requests()))
@@ -133,7 +134,9 @@ def test_running_out_of_memory_is_one_line_and_the_generator_can_go_on(exl2, enc
         torch.cuda.empty_cache()
         assert run(generator, [request])[0].token_ids == expected
     finally:
+        hog.clear()
         generator.close()
+        used()
 
 
 def test_a_request_does_not_depend_on_its_seed_neighbours(exl2, encode):
