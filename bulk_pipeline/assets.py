@@ -1,17 +1,15 @@
 """The four assets of a dataset: thin shells over `stages`, the only place they meet Dagster.
 
-Each works on one partition after the other. A partition that fails does not stop the others;
-the step raises at the end and names them.
+Each works on one partition after the other (`partition_loop`).
 """
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
 
-from bulk_pipeline import checks
+from bulk_pipeline.checks import check_specs
+from bulk_pipeline.partition_loop import run_partitions
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.store import (
@@ -25,8 +23,6 @@ from bulk_pipeline.store import (
 
 GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
 ALL = "all"  # the only key of a dataset that is not cut
-
-Work = Callable[[str], StageReport]
 
 
 def open_store(spec: BulkInferenceSpec) -> Store:
@@ -58,7 +54,6 @@ def build_assets(spec: BulkInferenceSpec, resource_key: str) -> list[dg.AssetsDe
 
 def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str]) -> dict[str, Any]:
     limit = spec.partitions.max_per_run
-    check = checks.CHECKS.get(table)
     key = asset_key(spec, table)
     return {
         "key": key,
@@ -71,7 +66,7 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
         "automation_condition": (
             dg.AutomationCondition.eager() if spec.automation.mode == "conditions" else None
         ),
-        "check_specs": [dg.AssetCheckSpec(check, asset=key)] if check else [],
+        "check_specs": check_specs(table, key),
         "metadata": {"bulk_pipeline/root": spec.output.root},
         "kinds": {"parquet"},
     }
@@ -86,10 +81,9 @@ def _raw_dataset(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
         from bulk_pipeline.stages.ingest import ingest_partition
 
         store = open_store(spec)
-        keys = _each_partition(
-            context, store, RAW_DATASET, lambda key: ingest_partition(spec, store, key)
+        return run_partitions(
+            context, spec, store, RAW_DATASET, lambda key: ingest_partition(spec, store, key)
         )
-        return dg.MaterializeResult(check_results=[checks.check_unique_row_ids(store, keys)])
 
     return raw_dataset
 
@@ -104,10 +98,9 @@ def _prompts(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
         from bulk_pipeline.stages.format import format_partition
 
         store, model = open_store(spec), _model(context, resource_key)
-        _each_partition(
-            context, store, PROMPTS, lambda key: format_partition(spec, store, key, model)
+        return run_partitions(
+            context, spec, store, PROMPTS, lambda key: format_partition(spec, store, key, model)
         )
-        return dg.MaterializeResult()
 
     return prompts
 
@@ -137,10 +130,13 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 on_progress=lambda progress: context.log.info(str(progress)),
             )
 
-        keys = _each_partition(context, store, COMPLETIONS, work)
-        return dg.MaterializeResult(
-            metadata={"model_loads": model.num_loads},
-            check_results=[checks.check_error_rate(store, keys)],
+        return run_partitions(
+            context,
+            spec,
+            store,
+            COMPLETIONS,
+            work,
+            metadata=lambda: {"model_loads": model.num_loads},
         )
 
     return completions
@@ -162,80 +158,15 @@ def _output(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
             rows = preview(store.partition(OUTPUT, key))
             return {"preview": dg.MetadataValue.md(_markdown_table(rows))} if rows else {}
 
-        keys = _each_partition(
-            context, store, OUTPUT, lambda key: join_partition(spec, store, key), extra
+        return run_partitions(
+            context, spec, store, OUTPUT, lambda key: join_partition(spec, store, key), extra
         )
-        return dg.MaterializeResult(check_results=[checks.check_conservation(store, keys)])
 
     return output
 
 
 def _model(context: dg.AssetExecutionContext, resource_key: str) -> ExLlamaV2Resource:
     return getattr(context.resources, resource_key)
-
-
-def _each_partition(
-    context: dg.AssetExecutionContext,
-    store: Store,
-    table: str,
-    work: Work,
-    extra: Callable[[str], dict[str, Any]] = lambda key: {},
-) -> list[str]:
-    """Run `work` on every partition of the run; returns their keys.
-
-    A finished partition is recorded at once, so that it stays materialised whatever happens to
-    the rest of the run; the event at the end of the step repeats it.
-    """
-    import polars as pl
-
-    keys = sorted(context.partition_keys)
-    if not keys:
-        raise dg.Failure(
-            f"no partition of {store.dataset} is in the range asked for; name its ends in the "
-            f"order of registration",
-            allow_retries=False,
-        )
-    failures: dict[str, BaseException] = {}
-    for key in keys:
-        started = time.monotonic()
-        try:
-            report = work(key)
-        # A polars panic is a BaseException, but an error and not an interrupt.
-        except (Exception, pl.exceptions.PanicException) as error:
-            context.log.error(f"partition {key}: {error}", exc_info=sys.exc_info())
-            failures[key] = error
-            continue
-        seconds = time.monotonic() - started
-        context.log.info(f"partition {key}: {report.rows} rows in {seconds:.1f} s")
-        metadata = _metadata(store, table, report) | extra(key)
-        context.add_asset_metadata(metadata, partition_key=key)
-        context.log_event(
-            dg.AssetMaterialization(context.asset_key, metadata=metadata, partition=key)
-        )
-    if failures:
-        reasons = "; ".join(f"{key}: {error}" for key, error in failures.items())
-        raise dg.Failure(
-            f"{len(failures)} of {len(keys)} partitions failed: {reasons}", allow_retries=False
-        )
-    return keys
-
-
-def _metadata(store: Store, table: str, report: StageReport) -> dict[str, Any]:
-    schema = store.partition(table, report.partition).schema()
-    columns = [
-        dg.TableColumn(
-            field.name,
-            str(field.type),
-            description=(field.metadata or {}).get(b"description", b"").decode() or None,
-        )
-        for field in schema
-    ]
-    return {
-        "dagster/partition_row_count": dg.MetadataValue.int(report.rows),
-        "dagster/column_schema": dg.TableSchema(columns=columns),
-        "path": dg.MetadataValue.path(report.path),
-        **report.metadata,
-    }
 
 
 def _markdown_table(rows: Sequence[dict[str, Any]]) -> str:

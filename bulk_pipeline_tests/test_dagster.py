@@ -20,11 +20,13 @@ import pytest
 import yaml
 
 from bulk_pipeline import build_bulk_inference_defs, scan_table
+from bulk_pipeline.checks import CHECKS
 
 ROOT = Path(__file__).parent.parent
 KEYS = ("first", "second", "third")
 TABLES = ("raw_dataset", "prompts", "completions", "output")
 ROWS_IN_FILE = 4
+WARNINGS = {"completions/length_rate"}  # of checks, on answers of the toy model
 
 
 @pytest.fixture
@@ -42,6 +44,7 @@ def spec(tmp_path: Path, toy: Path) -> dict[str, Any]:
         "partitions": {"by": "file"},
         "prompt": {"template": "{{ text }}"},
         "sampling": {"max_new_tokens": 6},
+        "automation": {"settle_seconds": 0},
         "generator": {
             "model": str(toy),
             "device": "cpu",
@@ -139,11 +142,14 @@ def test_materialize_in_process(spec, tmp_path):
         )
         assert result.success
         check_events(instance, KEYS)
-        checks = {e.check_name: e for e in result.get_asset_check_evaluations()}
-        assert {name: check.passed for name, check in checks.items()} == {
-            "unique_row_ids": True, "error_rate": False, "conservation": True,
-        }  # fmt: skip
-        assert checks["error_rate"].severity == dg.AssetCheckSeverity.WARN
+        found = result.get_asset_check_evaluations()
+        evaluations = {f"{e.asset_key.path[-1]}/{e.check_name}": e for e in found}
+        assert {name for name, check in evaluations.items() if not check.passed} == WARNINGS
+        assert set(evaluations) == {
+            f"{table}/{check.name}" for table, checks in CHECKS.items() for check in checks
+        }
+        error_rate = evaluations["completions/error_rate"].metadata["error_rate"].value
+        assert error_rate == 1 / ROWS_IN_FILE
         output = instance.fetch_materializations(dg.AssetKey(["data", "output"]), limit=1)
         metadata = output.records[0].asset_materialization.metadata
         assert metadata["dagster/partition_row_count"].value == ROWS_IN_FILE
@@ -153,29 +159,91 @@ def test_materialize_in_process(spec, tmp_path):
     check_output(tmp_path, KEYS)
 
 
-def test_a_failed_partition_is_named_and_does_not_stop_the_others(spec, tmp_path):
-    (tmp_path / "rows" / "second.jsonl").write_text('{"text": "fine"}\n{"text": "torn')
+def range_tags(first: str, last: str) -> dict[str, str]:
+    return {
+        "dagster/asset_partition_range_start": first,
+        "dagster/asset_partition_range_end": last,
+    }
+
+
+def materialize(
+    defs: dg.Definitions,
+    instance: dg.DagsterInstance,
+    tables: tuple[str, ...] = TABLES,
+    keys: tuple[str, str] = (KEYS[0], KEYS[-1]),
+) -> dg.ExecuteInProcessResult:
+    return dg.materialize(
+        list(defs.assets or []),
+        instance=instance,
+        resources=defs.resources,
+        selection=[dg.AssetKey(["data", table]) for table in tables],
+        raise_on_error=False,
+        tags=range_tags(*keys),
+    )
+
+
+def failure(result: dg.ExecuteInProcessResult, table: str) -> str:
+    found = result.failure_data_for_node(f"data__{table}")
+    assert found is not None, f"{table} did not fail"
+    assert found.user_failure_data is not None
+    return found.user_failure_data.description or ""
+
+
+def materialized(instance: dg.DagsterInstance, table: str) -> set[str]:
+    return instance.get_materialized_partitions(dg.AssetKey(["data", table]))
+
+
+def test_a_bad_partition_is_named_and_the_others_are_finished(spec, tmp_path):
+    bad = tmp_path / "rows" / "second.jsonl"
+    rows = bad.read_text()
+    bad.write_text('{"text": "fine"}\n{"text": "torn')
     defs = build_bulk_inference_defs(spec, tmp_path)
     with dg.DagsterInstance.ephemeral() as instance:
         defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
-        result = dg.materialize(
-            list(defs.assets or []),
-            instance=instance,
-            resources=defs.resources,
-            raise_on_error=False,
-            tags={
-                "dagster/asset_partition_range_start": KEYS[0],
-                "dagster/asset_partition_range_end": KEYS[-1],
-            },
-        )
+        result = materialize(defs, instance)
         assert not result.success
-        failure = result.failure_data_for_node("data__raw_dataset")
-        assert failure is not None
-        description = failure.user_failure_data.description
-        assert description.startswith("1 of 3 partitions failed: second: ")
-        assert "second.jsonl line 2" in description
-        done = instance.get_materialized_partitions(dg.AssetKey(["data", "raw_dataset"]))
-        assert done == {"first", "third"}
+        assert failure(result, "output").startswith(
+            "1 of 3 partitions failed: second: raw_dataset: "
+        )
+        assert "second.jsonl line 2" in failure(result, "output")
+        for table in TABLES:
+            assert materialized(instance, table) == {"first", "third"}, table
+        check_output(tmp_path, ("first", "third"))
+        bad.write_text(rows)
+        result = materialize(defs, instance, keys=("second", "second"))
+        assert result.success
+        check_events(instance, KEYS)
+    check_output(tmp_path, KEYS)
+
+
+def test_a_bad_partition_fails_the_last_step_that_the_run_has(spec, tmp_path):
+    (tmp_path / "rows" / "second.jsonl").write_text('{"text": "torn')
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = materialize(defs, instance, ("raw_dataset",))
+        assert failure(result, "raw_dataset").startswith("1 of 3 partitions failed: second: ")
+        result = materialize(defs, instance, ("raw_dataset", "prompts"))
+        assert failure(result, "prompts").startswith("1 of 3 partitions failed: second: ")
+        assert materialized(instance, "prompts") == {"first", "third"}
+        result = materialize(defs, instance, keys=("second", "second"))
+        assert failure(result, "raw_dataset").startswith("1 of 1 partitions failed: second: ")
+        assert materialized(instance, "raw_dataset") == {"first", "third"}
+
+
+def test_partitions_that_fail_in_different_steps_are_all_named(spec, tmp_path):
+    spec = {**spec, "output": {"max_error_rate": 0.3}}  # one of four rows has no text
+    (tmp_path / "rows" / "second.jsonl").write_text('{"text": null}\n{"text": "fine"}\n')
+    (tmp_path / "rows" / "third.jsonl").write_text('{"text": "torn')
+    defs = build_bulk_inference_defs(spec, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = materialize(defs, instance)
+        reason = failure(result, "output")
+        assert reason.startswith("2 of 3 partitions failed: second: completions: ")
+        assert "third: raw_dataset: " in reason
+        assert materialized(instance, "output") == {"first"}
+        assert materialized(instance, "prompts") == {"first", "second"}
 
 
 def test_a_range_without_partitions_fails(spec, tmp_path):
@@ -193,29 +261,6 @@ def test_a_range_without_partitions_fails(spec, tmp_path):
             },
         )
         assert not result.success
-
-
-def test_the_sensor_asks_for_one_run_over_all_new_partitions(spec, tmp_path):
-    defs = build_bulk_inference_defs(spec, tmp_path)
-    sensor = next(iter(defs.sensors or []))
-    with dg.DagsterInstance.ephemeral() as instance:
-
-        def evaluate():
-            context = dg.build_sensor_context(instance=instance, definitions=defs)
-            return sensor(context)
-
-        result = evaluate()
-        assert len(result.run_requests) == 1
-        tags = result.run_requests[0].tags
-        assert tags["dagster/asset_partition_range_start"] == "first"
-        assert tags["dagster/asset_partition_range_end"] == "third"
-        request = result.dynamic_partitions_requests[0]
-        instance.add_dynamic_partitions(request.partitions_def_name, request.partition_keys)
-        assert isinstance(evaluate(), dg.SkipReason)
-        (tmp_path / "rows" / "another.jsonl").write_text('{"text": "new"}\n')
-        result = evaluate()
-        assert result.run_requests[0].tags["dagster/asset_partition_range_start"] == "another"
-        assert result.run_requests[0].tags["dagster/asset_partition_range_end"] == "another"
 
 
 def test_a_sensor_run_covers_its_range(spec, tmp_path):
