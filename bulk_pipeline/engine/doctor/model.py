@@ -84,20 +84,22 @@ def _examine_tokenizer(report: Report, folder: Path) -> tuple[bool | None, list[
             "prompt.chat_template to a family, a file or raw"
         )
     named_by = end_token_ids(folder, template or "", tokenizer)
-    if not named_by:
+    texts = {id_: text for text, id_ in tokenizer.special_tokens.items()}
+    tokens = [EndToken(id_, texts.get(id_), by) for id_, by in named_by.items()]
+    if not tokens:
         report.note(
             f"{folder.name} names no end token, so that every completion runs to its limit; set "
             "sampling.stop_token_ids or sampling.stop"
         )
-    elif named_by.get(tokenizer.eos_id or -1) == "tokenizer" and len(named_by) > 1:
-        others = ", ".join(str(id_) for id_ in named_by if id_ != tokenizer.eos_id)
+    is_in_config = any("config.json" in token.named_by for token in tokens)
+    if is_in_config and tokens[0].named_by == "tokenizer":
+        others = ", ".join(str(token) for token in tokens[1:])
         report.note(
-            f"tokenizer_config.json of {folder.name} names {tokenizer.eos_id} as end token, which "
-            f"no other file does (they name {others}), as folders made from a GGUF do; correct "
-            "its eos_token if it is not one (all of them end a completion)"
+            f"only the tokenizer of {folder.name} names {tokens[0]} as end token (other files: "
+            f"{others}), as folders made from a GGUF do; all of them end a completion; correct "
+            "eos_token in tokenizer_config.json if it is none"
         )
-    texts = {id_: text for text, id_ in tokenizer.special_tokens.items()}
-    return template is not None, [EndToken(i, texts.get(i), by) for i, by in named_by.items()]
+    return template is not None, tokens
 
 
 def _examine_weights(report: Report, folder: Path, model: str) -> Weights | None:

@@ -28,6 +28,9 @@ class EndToken:
     text: str | None
     named_by: str
 
+    def __str__(self) -> str:
+        return f"{self.id} {self.text}" if self.text else str(self.id)
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -174,7 +177,7 @@ def _model_lines(report: Report) -> Iterator[str]:
         )
     yield _line("chat template", {True: "yes", False: "no", None: "not known"}[model.has_template])
     for end in model.end_tokens:
-        yield _line("end token", f"{end.id} {end.text or ''} ({end.named_by})")
+        yield _line("end token", f"{end} ({end.named_by})")
     rope = model.rope
     scaling = f"scaling {rope.scaling}" if rope.scaling else "no scaling"
     yield _line("rope", f"theta {rope.theta} (from {rope.named_by}), {scaling}")
