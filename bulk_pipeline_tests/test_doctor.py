@@ -78,6 +78,7 @@ def visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_module, "_ask_driver", lambda: (None, []))
 
 
 class TestMachine:
