@@ -269,8 +269,8 @@ class TestModel:
     def test_an_architecture_that_exllamav2_takes_for_llama_is_named(self, visible_gpu, folder):
         change_json(folder / "config.json", architectures=["FalconForCausalLM"])
         report = examine(make_settings(folder), machine=make_machine())
-        [text] = problems(report, stops=False)
-        assert "exllamav2 does not know FalconForCausalLM and would load copy as if it" in text
+        [text] = problems(report, stops=True)
+        assert "exllamav2 does not know FalconForCausalLM (copy) and would run it" in text
 
     def test_no_folder_stops(self, no_gpu, tmp_path):
         report = examine(make_settings(tmp_path / "none"), machine=make_cpu_machine())

@@ -25,7 +25,6 @@ from exllamav2 import (
 )
 from exllamav2 import attn as exllamav2_attn
 
-from bulk_pipeline.engine import attention
 from bulk_pipeline.engine.folders import (
     OWN_ATTENTION,
     check_architecture,
@@ -170,8 +169,10 @@ def use_attention() -> str:
     """Make paged attention available to exllamav2; return whose it is."""
     # The flag alone says little: running on the CPU sets it too, without the function.
     if not hasattr(exllamav2_attn, "flash_attn_with_kvcache"):
+        from bulk_pipeline.engine import attention  # needs Triton
+
         attention.install()
-    is_own = exllamav2_attn.flash_attn_with_kvcache is attention.flash_attn_with_kvcache
+    is_own = exllamav2_attn.flash_attn_with_kvcache.__module__.startswith("bulk_pipeline.")
     return OWN_ATTENTION if is_own else "flash-attn"
 
 

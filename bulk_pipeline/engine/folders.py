@@ -139,6 +139,11 @@ def check_architecture(folder: Path, attention: str) -> None:
             f"generator.model: {folder.name} ({architecture}) caps its attention logits, which "
             "needs flash-attn; install it"
         )
+    if not is_known_to_exllamav2(architecture):
+        raise ValueError(
+            f"generator.model: exllamav2 does not know {architecture} ({folder.name}) and would "
+            "run it as if it were Llama; use another model"
+        )
     if architecture in MROPE_ARCHITECTURES:
         raise ValueError(
             f"generator.model: {folder.name} ({architecture}) is a vision model with positions "

@@ -191,6 +191,11 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"copy \(LlamaForCausalLM\) caps its attention"):
             check_architecture(folder, OWN_ATTENTION)
 
+    def test_an_architecture_that_would_be_taken_for_llama(self, folder):
+        change_config(folder, architectures=["FalconForCausalLM"])
+        with pytest.raises(ValueError, match="exllamav2 does not know FalconForCausalLM"):
+            check_architecture(folder, "flash-attn")
+
     def test_positions_of_three_parts_are_where_exllamav2_uses_them(self, folder, exllamav2):
         source = Path(exllamav2.__file__).with_name("architecture.py").read_text()
         names = set(re.findall(r'"(\w+For(?:CausalLM|ConditionalGeneration))"', source))

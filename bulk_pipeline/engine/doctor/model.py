@@ -9,7 +9,6 @@ from bulk_pipeline.engine.folders import (
     check_architecture,
     check_max_seq_len,
     check_quantization,
-    is_known_to_exllamav2,
     model_max_seq_len,
     quantization_method,
     read_architecture,
@@ -133,12 +132,6 @@ def _check_for_gpu(
     if model.architecture is not None:
         report.tried(check_architecture, folder, report.attention)
         report.tried(translated_config, read_config(folder), folder)
-        if not is_known_to_exllamav2(model.architecture):
-            report.note(
-                f"generator.model: exllamav2 does not know {model.architecture} and would load "
-                f"{folder.name} as if it were Llama; compare some answers with generator.device: "
-                "cpu"
-            )
     return report.tried(check_max_seq_len, model.max_length, settings, folder.name)
 
 
