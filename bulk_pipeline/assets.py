@@ -124,7 +124,7 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 spec,
                 store,
                 key,
-                model.generator,
+                lambda: model.generator(spec.name),
                 fingerprint,
                 cache_tokens=model.cache_tokens,
                 on_progress=lambda progress: context.log.info(str(progress)),

@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
 from pydantic import PrivateAttr
 
+from bulk_pipeline.gpu_lock import hold_gpus, visible_gpus
 from bulk_pipeline.spec import GeneratorSettings
 
 if TYPE_CHECKING:
@@ -23,11 +24,15 @@ class ExLlamaV2Resource(GeneratorSettings, dg.ConfigurableResource):
     """
 
     _generator: Any = PrivateAttr(default=None)
+    _gpus: ExitStack = PrivateAttr(default_factory=ExitStack)
     _num_loads: int = PrivateAttr(default=0)
+    _run: str = PrivateAttr(default="a script")
 
     @contextmanager
     def yield_for_execution(self, context: dg.InitResourceContext) -> Iterator["ExLlamaV2Resource"]:
         """Free the model when the step's process, or an in-process run, is done with it."""
+        if context.run_id:
+            self._run = f"run {context.run_id}"
         try:
             yield self
         finally:
@@ -38,17 +43,35 @@ class ExLlamaV2Resource(GeneratorSettings, dg.ConfigurableResource):
         """How often the model was loaded."""
         return self._num_loads
 
-    def generator(self) -> "BulkGenerator":
-        """The engine; the first call loads the model."""
-        from bulk_pipeline.engine.loading import load_generator
+    def generator(self, dataset: str | None = None) -> "BulkGenerator":
+        """The engine; the first call loads the model.
+
+        On a GPU it waits until no other process of this machine holds it.
+
+        Parameters
+        ----------
+        dataset
+            What it is for, as a process that waits for the GPU will read it.
+        """
+        from bulk_pipeline.engine.loading import load_generator, resolve_device
 
         if self._generator is None:
-            self._generator = load_generator(self)
+            if resolve_device(self) == "cuda":
+                user = f"{self._run} of {dataset}" if dataset else self._run
+                self._gpus.enter_context(hold_gpus(visible_gpus(), user, self.gpu_wait_seconds))
+            try:
+                self._generator = load_generator(self)
+            except BaseException:
+                self._gpus.close()
+                raise
             self._num_loads += 1
         return self._generator
 
     def close(self) -> None:
-        """Free the model, if it was loaded."""
-        if self._generator is not None:
-            self._generator.close()
-            self._generator = None
+        """Free the model, if it was loaded, and the GPU."""
+        try:
+            if self._generator is not None:
+                self._generator.close()
+                self._generator = None
+        finally:
+            self._gpus.close()

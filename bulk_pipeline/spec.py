@@ -281,6 +281,12 @@ class GeneratorSettings(BaseModel):
         description="Split every layer over all visible GPUs, where it is otherwise placed whole "
         "on one.",
     )
+    gpu_wait_seconds: float | None = Field(
+        None,
+        ge=0,
+        description="How long to wait for a GPU that another process of this machine holds, "
+        "before the step fails. Default (null): for ever.",
+    )
     rope_scale: float | None = Field(
         None, gt=0, description="Linear scale of positions on a GPU. Default (null): the model's."
     )

@@ -4,18 +4,24 @@ from typing import Any
 
 import polars as pl
 
-from bulk_pipeline.store import OUTPUT, Partition, Store
+from bulk_pipeline.store import OUTPUT, Manifest, Partition, Store
 
 
 def scan_partition(partition: Partition) -> pl.LazyFrame:
-    """One finished partition, lazily.
+    """One finished partition, lazily: as it is committed now.
+
+    Collecting it after the partition was written again is a FileNotFoundError, never a mixture.
 
     Raises
     ------
     ValueError
         If it is missing or unfinished.
     """
-    paths = [partition.part_path(part) for part in partition.complete_manifest().parts]
+    return _scan_parts(partition, partition.complete_manifest())
+
+
+def _scan_parts(partition: Partition, manifest: Manifest) -> pl.LazyFrame:
+    paths = [partition.part_path(part) for part in manifest.parts]
     return pl.concat([_scan(partition.store, path) for path in paths])
 
 
@@ -50,7 +56,8 @@ def scan_table(
         partition = store.partition(table, key)
         manifest = partition.manifest()
         if manifest is not None and manifest.complete:
-            frames.append(scan_partition(partition).with_columns(pl.lit(key).alias("partition")))
+            rows = _scan_parts(partition, manifest)
+            frames.append(rows.with_columns(pl.lit(key).alias("partition")))
     if not frames:
         raise FileNotFoundError(
             f"{store.path}/{table} has no finished partition; materialise {dataset}/{table} first"
