@@ -42,15 +42,14 @@ PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
 TABLES = (RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT)
 
-FAULT_VARIABLE = "BULK_PIPELINE_FAULT"  # <point>:<nth time>:<KILL or TERM>, set by tests alone
+fault = os.environ.get("BULK_PIPELINE_FAULT", "")  # <point>:<nth time>:<KILL or TERM>, for tests
 points_passed: Counter[str] = Counter()
 
 
 def fault_point(name: str) -> None:
     """Mark a step at which a test may end the process; nothing happens elsewhere."""
     points_passed[name] += 1
-    fault = os.environ.get(FAULT_VARIABLE, "")
-    if fault.startswith(f"{name}:{points_passed[name]}:"):
+    if fault and fault.startswith(f"{name}:{points_passed[name]}:"):
         os.kill(os.getpid(), signal.Signals[f"SIG{fault.rpartition(':')[2]}"])
 
 

@@ -51,7 +51,7 @@ class Crashes:
         Parameters
         ----------
         fault
-            As `store.FAULT_VARIABLE`; none by default.
+            As `store.fault`; none by default.
         kill_after
             Seconds until a KILL from outside.
         generator
@@ -143,7 +143,7 @@ def run_stages(
 
 def _child(order: dict[str, Any], generators: dict[str, Generator], answer: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Dagster does: an exception
-    os.environ[store_module.FAULT_VARIABLE] = order.get("fault") or ""
+    store_module.fault = order.get("fault", "")
     store_module.points_passed.clear()
     spec = load_spec(order["spec"])
     finished = Path(spec.output.root).parent / "finished"
