@@ -18,7 +18,6 @@ from itertools import chain, islice
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -28,15 +27,14 @@ from bulk_pipeline.stages.journal import ISOLATE_DEATHS, MAX_DEATHS, Journal
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.stored import (
     MAX_ATTEMPTS,
-    NO_ANSWER,
     Redo,
+    StoredAnswers,
     begin_redo,
     copy_from_others,
     reasons,
-    served,
-    stored_completions,
+    rows_with_answers,
 )
-from bulk_pipeline.stages.wanted import KEY, WantedRequest, key_halves, requests_at, wanted_requests
+from bulk_pipeline.stages.wanted import WantedRequest, WantedRequests, key_halves, requests_at
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
@@ -204,7 +202,7 @@ class _Job:
     given_up
         Those that do not run any more, for the same reason.
     attempts
-        How often stored errors were tried, by request key.
+        How often each request was tried that failed.
     """
 
     def __init__(
@@ -228,13 +226,13 @@ class _Job:
             "model": model_fingerprint,
             "sampling": prompts_manifest.inputs.get("sampling"),
         }
-        self.wanted = wanted_requests(prompts, model_fingerprint)
-        self.num_requests = self.wanted.height
-        self.num_not_ready = self.num_requests - int(self.wanted["ready"].sum())
+        self.wanted = WantedRequests(prompts, model_fingerprint)
+        self.num_requests = len(self.wanted)
+        self.num_not_ready = self.num_requests - int(self.wanted.ready.sum())
         self.leaders = np.zeros(0, np.uint32)
         self.alone = self.given_up = self.leaders
         self.num_fan_out = self.num_copied = 0
-        self.attempts: dict[tuple[int, int], int] = {}
+        self.attempts = np.zeros(0, np.uint8)
         self.reasons: dict[str, int] = {}
         self._redo: Redo | None = None
 
@@ -248,25 +246,26 @@ class _Job:
         self._redo, begins = begin_redo(self.writer, redo)
         if begins:
             self.journal.forget(list(self.journal.deaths))
-        stored = self._stored()
-        missing = self._missing(stored)
-        if missing.height and self._redo is None:
-            self.num_copied = copy_from_others(self.store, self.writer, missing)
+        parts_before = self.writer.manifest.parts
+        answers = self._answers()
+        missing = answers.missing()
+        if missing.any() and self._redo is None:
+            self.num_copied = copy_from_others(self.store, self.writer, self.wanted, missing)
             if self.num_copied:
-                stored = self._stored()
-                missing = self._missing(stored)
-        leaders = missing.unique([*KEY, "limit"], keep="first", maintain_order=True)
-        self.leaders = leaders["request"].to_numpy()
-        self.num_fan_out = missing.height - leaders.height
-        meta = self.writer.manifest.meta
-        self.reasons = reasons(leaders, stored, meta.get("made_with", {}), self.made_with)
-        errors = stored.filter(pl.col("kind") == NO_ANSWER, ~pl.col("redo"))
-        self.attempts = {
-            (high, low): attempts
-            for high, low, attempts in errors.select(*KEY, "attempts").iter_rows()
-        }
-        self.alone = self._with_deaths(leaders, ISOLATE_DEATHS, MAX_DEATHS)
-        self.given_up = self._with_deaths(leaders, MAX_DEATHS)
+                answers = self._answers()
+                missing = answers.missing()
+        self.leaders = self.wanted.first_of_each(missing)
+        self.num_fan_out = int(missing.sum()) - len(self.leaders)
+        self.attempts = answers.attempts
+        self.alone = self._with_deaths(ISOLATE_DEATHS, MAX_DEATHS)
+        self.given_up = self._with_deaths(MAX_DEATHS)
+        made_with = self.writer.manifest.meta.get("made_with", {})
+
+        def has_row(numbers: np.ndarray) -> np.ndarray:
+            rows = self.wanted.row_index[numbers]
+            return rows_with_answers(self.prompts, self.writer.partition, parts_before, rows)
+
+        self.reasons = reasons(self.leaders, answers, has_row, made_with, self.made_with)
 
     def is_finished(self) -> bool:
         """Whether the table stands as it is."""
@@ -281,24 +280,20 @@ class _Job:
 
     def finish(self) -> None:
         """Deal the stored completions out to the requests, sort, count, and commit the table."""
-        wanted = self.wanted.select("request", "row_index", "sample_index")
         parts, partition = self.writer.manifest.parts, self.writer.partition
-        found = served(self.wanted, self._stored(), any_error=True)
-        num_ready = self.num_requests - self.num_not_ready
-        assert found.height == num_ready, (found.height, num_ready)
-        dealt = wanted.join(found, on="request").sort("part", "offset").drop("request")
-        del found
-        tables: Iterator[pa.Table] = _deal(partition, parts, dealt)
+        answers = self._answers()
+        assert answers.has_all(), "a request has neither an answer nor an error"
+        tables = _deal(partition, parts, self.wanted, answers)
         if self.num_not_ready:
             tables = chain(tables, _not_run(self.prompts))
         pieces = list(_write_pieces(self.writer, tables))
-        del tables, dealt
+        del answers, tables
         counts: Counter[str] = Counter()
         rows = RowStream(self.prompts.read(["row_id", "row_index"]))
         offset = 0
         with self.writer.new_part(COMPLETIONS_SCHEMA) as part:
             for table in partition.read_sorted(pieces, max(64, SORT_ROWS // max(len(pieces), 1))):
-                _check_conserved(table, wanted, offset)
+                _check_conserved(table, self.wanted, offset)
                 offset += table.num_rows
                 row_ids = rows.take(table["row_index"])["row_id"]
                 part.write(table.set_column(0, COMPLETIONS_SCHEMA.field("row_id"), row_ids))
@@ -316,19 +311,16 @@ class _Job:
         self.writer.discard(pieces)
         self.journal.forget(list(self.journal.deaths))
 
-    def _stored(self) -> pl.DataFrame:
-        return stored_completions(self.writer.partition, self.writer.manifest.parts, self._redo)
+    def _answers(self) -> StoredAnswers:
+        answers = StoredAnswers(self.wanted)
+        answers.look_into(self.writer.partition, self.writer.manifest.parts, self._redo)
+        return answers
 
-    def _missing(self, stored: pl.DataFrame) -> pl.DataFrame:
-        found = served(self.wanted, stored)
-        return self.wanted.filter("ready").join(found, on="request", how="anti")
-
-    def _with_deaths(self, leaders: pl.DataFrame, least: int, below: int = 1 << 30) -> np.ndarray:
+    def _with_deaths(self, least: int, below: int = 1 << 30) -> np.ndarray:
+        """Those of the leaders with which so many processes died; rising."""
         keys = [key for key, deaths in self.journal.deaths.items() if least <= deaths < below]
-        halves = key_halves(bytes.fromhex("".join(keys)))
-        schema = dict.fromkeys(KEY, pl.UInt64)
-        dead = pl.DataFrame({"key_high": halves[:, 0], "key_low": halves[:, 1]}, schema)
-        return leaders.join(dead, on=KEY, how="semi")["request"].sort().to_numpy()
+        _, numbers = self.wanted.with_keys(key_halves(bytes.fromhex("".join(keys))))
+        return np.intersect1d(self.leaders, numbers)
 
 
 def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -> None:
@@ -372,8 +364,7 @@ def _generate(
     for completion in generator.run(requests(), on_step=sink.tick):
         request = in_flight.pop(cast(int, completion.request_id))
         job.journal.finish(request.key)
-        high, low = key_halves(bytes.fromhex(request.key))[0].tolist()
-        attempts = job.attempts.get((high, low), 0) + 1 if job.attempts else 1
+        attempts = int(job.attempts[request.number]) + 1
         sink.add(_completion_row(request, completion, produced_by, attempts))
 
 
@@ -472,20 +463,25 @@ class _PartSink:
 _COMPLETION_TOKENS = COMPLETIONS_SCHEMA.get_field_index("completion_tokens")
 
 
-def _deal(partition: Partition, parts: list[Part], dealt: pl.DataFrame) -> Iterator[pa.Table]:
-    """Each stored completion under the rows that it answers; `dealt` is sorted by its place."""
-    starts = np.searchsorted(dealt["part"].to_numpy(), np.arange(len(parts) + 1))
+def _deal(
+    partition: Partition, parts: list[Part], wanted: WantedRequests, answers: StoredAnswers
+) -> Iterator[pa.Table]:
+    """Each stored completion under the requests that it answers."""
+    ready = np.flatnonzero(wanted.ready).astype(np.uint32)
+    numbers = ready[np.lexsort((answers.offset[ready], answers.part[ready]))]
+    del ready
+    starts = np.searchsorted(answers.part[numbers], np.arange(len(parts) + 1))
     for number, part in enumerate(parts):
-        places = dealt[starts[number] : starts[number + 1]]
-        offsets, offset = places["offset"].to_numpy(), 0
-        for batch in partition.read_part(part, batch_size=READ_ROWS) if len(offsets) else ():
-            first, last = np.searchsorted(offsets, [offset, offset + batch.num_rows])
+        here = numbers[starts[number] : starts[number + 1]]
+        offsets, offset = answers.offset[here].astype(np.int64), 0
+        for batch in partition.read_part(part, batch_size=READ_ROWS) if len(here) else ():
+            first, last = np.searchsorted(offsets, [offset, offset + batch.num_rows]).tolist()
             for start in range(first, last, READ_ROWS):
-                here = slice(start, min(start + READ_ROWS, last))
-                table = pa.Table.from_batches([batch]).take(offsets[here] - offset)
+                some = slice(start, min(start + READ_ROWS, last))
+                table = pa.Table.from_batches([batch]).take(pa.array(offsets[some] - offset))
                 for name in ("row_index", "sample_index"):
                     column = COMPLETIONS_SCHEMA.field(name)
-                    values = places[name][here].to_arrow().cast(column.type)
+                    values = pa.array(getattr(wanted, name)[here[some]], column.type)
                     table = table.set_column(table.schema.get_field_index(name), column, values)
                 yield table
             offset += batch.num_rows
@@ -536,9 +532,8 @@ def _write_piece(writer: PartitionWriter, tables: list[pa.Table]) -> Part:
     return part.part
 
 
-def _check_conserved(table: pa.Table, wanted: pl.DataFrame, offset: int) -> None:
+def _check_conserved(table: pa.Table, wanted: WantedRequests, offset: int) -> None:
     """The contract: each request once, none else, in order."""
-    expected = wanted.slice(offset, table.num_rows)
     for name in ("row_index", "sample_index"):
-        found = table[name].to_numpy()
-        assert np.array_equal(found, expected[name].to_numpy()), f"{name} near row {offset}"
+        expected = getattr(wanted, name)[offset : offset + table.num_rows]
+        assert np.array_equal(table[name].to_numpy(), expected), f"{name} near row {offset}"

@@ -1,16 +1,16 @@
 """Stored completions: which of them answer which request, and those of other partitions."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Status
-from bulk_pipeline.stages.wanted import KEY, key_halves, row_hashes
+from bulk_pipeline.stages.wanted import WantedRequests, key_halves, row_hashes
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
@@ -22,22 +22,13 @@ from bulk_pipeline.store import (
 
 MAX_ATTEMPTS = 3  # an error is unfinished work until it has failed this often
 READ_ROWS = 8192
-BUCKET_REQUESTS = 131_072  # requests joined at once
 ALL = "all"
 
-BY_ITSELF, CUT_OFF, NO_ANSWER = range(3)  # how a stored completion ended
-STORED_SCHEMA = {
-    "kind": pl.UInt8,
-    "tokens": pl.Int32,
-    "stored_limit": pl.Int32,
-    "attempts": pl.Int32,
-    "redo": pl.Boolean,
-    "key_high": pl.UInt64,
-    "key_low": pl.UInt64,
-    "row_hash": pl.UInt64,
-    "part": pl.UInt32,
-    "offset": pl.UInt32,
-}
+# What is stored for a request, a bit each.
+ANSWERED = 1
+FAILED = 2  # an error
+TO_REDO = 4  # something that is to be made anew
+OTHER_LIMIT = 8  # an answer that does not serve its max_new_tokens
 
 log = logging.getLogger(__name__)
 
@@ -84,95 +75,91 @@ def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Re
     return Redo(asked, frozenset(parts)), True
 
 
-def stored_completions(
-    partition: Partition, parts: Sequence[Part], redo: Redo | None = None
-) -> pl.DataFrame:
-    """Every completion in the parts that was run, as `STORED_SCHEMA`."""
-    frames = [pl.DataFrame(schema=STORED_SCHEMA)]
-    columns = ["row_id", "request_key", "status", "completion_tokens", "max_new_tokens", "attempts"]
-    for number, part in enumerate(parts):
-        offset = 0
-        for batch in partition.read_part(part, columns, READ_ROWS):
-            frames.append(_stored_batch(batch, number, offset, part.name, redo))
-            offset += batch.num_rows
-    return pl.concat(frames, rechunk=True)
-
-
-def _stored_batch(
-    batch: pa.RecordBatch, number: int, offset: int, part: str, redo: Redo | None
-) -> pl.DataFrame:
-    ran = batch.column("request_key").is_valid()
-    run = batch.filter(ran)
-    statuses = run.column("status").dictionary_encode()
-    names = statuses.dictionary.to_pylist()
-    codes = statuses.indices.to_numpy()
-    kinds = np.array([_kind(name) for name in names], np.uint8)
-    redone = np.array([redo is not None and redo.covers(part, name) for name in names], bool)
-    halves = key_halves(bytes.fromhex("".join(run.column("request_key").to_pylist())))
-    return pl.DataFrame(
-        {
-            "kind": kinds[codes],
-            "tokens": run.column("completion_tokens").to_numpy(),
-            "stored_limit": run.column("max_new_tokens").to_numpy(),
-            "attempts": run.column("attempts").to_numpy(),
-            "redo": redone[codes],
-            "key_high": halves[:, 0],
-            "key_low": halves[:, 1],
-            "row_hash": row_hashes(run.column("row_id")),
-            "part": np.full(run.num_rows, number),
-            "offset": np.flatnonzero(ran.to_numpy(zero_copy_only=False)) + offset,
-        },
-        schema_overrides=STORED_SCHEMA,
-    )
-
-
-def _kind(status: str) -> int:
-    if status in (Status.STOP, Status.LOOP):
-        return BY_ITSELF
-    return CUT_OFF if status == Status.LENGTH else NO_ANSWER
-
-
-def served(wanted: pl.DataFrame, stored: pl.DataFrame, any_error: bool = False) -> pl.DataFrame:
-    """Pair every request with the stored completion that answers it: request, part, offset.
+class StoredAnswers:
+    """What the stored completions are to the requests: for each its place, or none.
 
     A completion answers a request of equal key if it stopped by itself within the request's
-    limit, or was cut off at the same limit. An error answers once it has failed
-    `MAX_ATTEMPTS` times, or with `any_error`; it never stands before an answer.
+    limit, or was cut off at the same limit; the last one stored counts. An error never stands
+    before an answer.
+
+    Attributes
+    ----------
+    part, offset
+        Where the completion of each request is stored: the part's number in its manifest and
+        the row in it; -1 where there is none.
+    found
+        Bits that say what is stored: `ANSWERED`, `FAILED`, `TO_REDO`, `OTHER_LIMIT`.
+    attempts
+        How often a request that failed was tried.
     """
-    num_buckets = -(-max(wanted.height, stored.height) // BUCKET_REQUESTS)
-    frames = [pl.DataFrame(schema={"request": pl.UInt32, "part": pl.UInt32, "offset": pl.UInt32})]
-    for bucket in range(num_buckets):
-        here = pl.col("key_low") % num_buckets == bucket
-        frames.append(
-            _served_bucket(
-                wanted.lazy().filter("ready", here),
-                stored.lazy().filter(~pl.col("redo"), here),
-                any_error,
+
+    def __init__(self, wanted: WantedRequests):
+        self._wanted = wanted
+        self.part = np.full(len(wanted), -1, np.int32)
+        self.offset = np.zeros(len(wanted), np.uint32)
+        self.found = np.zeros(len(wanted), np.uint8)
+        self.attempts = np.zeros(len(wanted), np.uint8)
+
+    def missing(self) -> np.ndarray:
+        """Mask of the ready requests that have to run."""
+        given_up = (self.found & FAILED != 0) & (self.attempts >= MAX_ATTEMPTS)
+        return self._wanted.ready & (self.found & ANSWERED == 0) & ~given_up
+
+    def has_all(self) -> bool:
+        """Whether each ready request has an answer or an error."""
+        return bool(np.all(self.found[self._wanted.ready] & (ANSWERED | FAILED)))
+
+    def look_into(
+        self, partition: Partition, parts: Sequence[Part], redo: Redo | None = None
+    ) -> None:
+        """Look through the parts; holds a batch of their rows at a time."""
+        columns = ["request_key", "status", "completion_tokens", "max_new_tokens", "attempts"]
+        for number, part in enumerate(parts):
+            offset = 0
+            for batch in partition.read_part(part, columns, READ_ROWS):
+                self._add(batch, number, offset, part.name, redo)
+                offset += batch.num_rows
+
+    def _add(
+        self, batch: pa.RecordBatch, part: int, offset: int, name: str, redo: Redo | None
+    ) -> None:
+        has_run = batch.column("request_key").is_valid()
+        offsets = np.flatnonzero(has_run.to_numpy(zero_copy_only=False)) + offset
+        run = batch.filter(has_run)
+        keys = key_halves(bytes.fromhex("".join(run.column("request_key").to_pylist())))
+        places, numbers = self._wanted.with_keys(keys)
+        if not len(places):
+            return
+        statuses = run.column("status").to_pylist()
+        by_itself, cut_off, to_redo = (
+            np.array([is_so(status) for status in statuses], bool)[places]
+            for is_so in (
+                lambda status: status in (Status.STOP, Status.LOOP),
+                lambda status: status == Status.LENGTH,
+                lambda status: redo is not None and redo.covers(name, status),
             )
         )
-    return pl.concat(frames, rechunk=True)
-
-
-def _served_bucket(wanted: pl.LazyFrame, stored: pl.LazyFrame, any_error: bool) -> pl.DataFrame:
-    by_itself, cut_off = pl.col("kind") == BY_ITSELF, pl.col("kind") == CUT_OFF
-    is_error = pl.col("kind") == NO_ANSWER
-    return (
-        wanted.select("request", "limit", *KEY)
-        .join(stored.drop("row_hash"), on=KEY)
-        .filter(
-            (by_itself & (pl.col("tokens") <= pl.col("limit")))
-            | (cut_off & (pl.col("stored_limit") == pl.col("limit")))
-            | (is_error & ((pl.col("attempts") >= MAX_ATTEMPTS) | any_error))
+        limits = self._wanted.limits[numbers]
+        serves = (by_itself & (run.column("completion_tokens").to_numpy()[places] <= limits)) | (
+            cut_off & (run.column("max_new_tokens").to_numpy()[places] == limits)
         )
-        .sort(is_error, "part", "offset", descending=[True, False, False])
-        .group_by("request")
-        .agg(pl.last("part"), pl.last("offset"))
-        .collect()
-    )
+        failed = ~(by_itself | cut_off | to_redo) & (self.found[numbers] & ANSWERED == 0)
+        attempts = np.minimum(run.column("attempts").to_numpy()[places], 255)
+        self.found[numbers[to_redo]] |= TO_REDO
+        self.found[numbers[(by_itself | cut_off) & ~serves & ~to_redo]] |= OTHER_LIMIT
+        self.attempts[numbers[failed]] = attempts[failed]
+        for is_kind, bit in ((failed, FAILED), (serves & ~to_redo, ANSWERED)):
+            self.found[numbers[is_kind]] |= bit
+            self.part[numbers[is_kind]] = part
+            self.offset[numbers[is_kind]] = offsets[places[is_kind]]
 
 
 def reasons(
-    leaders: pl.DataFrame, stored: pl.DataFrame, made_with: dict[str, Any], now: dict[str, Any]
+    leaders: np.ndarray,
+    answers: StoredAnswers,
+    has_row: Callable[[np.ndarray], np.ndarray],
+    made_with: dict[str, Any],
+    now: dict[str, Any],
 ) -> dict[str, int]:
     """Why requests run, as far as it can be known without reading the old prompts.
 
@@ -181,13 +168,12 @@ def reasons(
     ``model_changed`` or else ``sampling_changed`` where these differ from the last complete
     state, whether or not the prompt changed with them, or else ``prompt_changed``; ``changed``
     where there was no complete state; ``new`` for a row id without answers.
+
+    Parameters
+    ----------
+    has_row
+        Says of numbers of requests which of their row ids have answers.
     """
-    if not stored.height:
-        return {"new": leaders.height} if leaders.height else {}
-    answered = pl.col("kind") != NO_ANSWER
-    by_key = stored.group_by(KEY).agg(
-        pl.col("redo").any().alias("is_redo"), (answered & ~pl.col("redo")).any().alias("answered")
-    )
     if not made_with:
         changed = "changed"
     elif made_with.get("model") != now["model"]:
@@ -196,41 +182,66 @@ def reasons(
         changed = "sampling_changed"
     else:
         changed = "prompt_changed"
-    known_row = pl.col("row_hash").is_in(stored["row_hash"].unique().implode())
-    reason = (
-        pl.when(pl.col("is_redo"))
-        .then(pl.lit("redo"))
-        .when(pl.col("answered"))
-        .then(pl.lit("limit_changed"))
-        .when(pl.col("answered").is_not_null())
-        .then(pl.lit("error_retried"))
-        .when(known_row)
-        .then(pl.lit(changed))
-        .otherwise(pl.lit("new"))
-    )
-    found = leaders.join(by_key, on=KEY, how="left").select(reason.alias("reason"))
-    return dict(sorted(found["reason"].value_counts().iter_rows()))
+    counts: Counter[str] = Counter()
+    rest = leaders
+    for bit, reason in (
+        (TO_REDO, "redo"),
+        (OTHER_LIMIT, "limit_changed"),
+        (FAILED, "error_retried"),
+    ):
+        is_so = answers.found[rest] & bit != 0
+        counts[reason] = int(is_so.sum())
+        rest = rest[~is_so]
+    counts[changed] = int(has_row(rest).sum())
+    counts["new"] = len(rest) - counts[changed]
+    return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
-def copy_from_others(store: Store, writer: PartitionWriter, missing: pl.DataFrame) -> int:
-    """Copy answers to `missing` requests out of the dataset's other partitions.
+def rows_with_answers(
+    prompts: Partition, partition: Partition, parts: Sequence[Part], row_indices: np.ndarray
+) -> np.ndarray:
+    """Which of the prompts at `row_indices`, which must not fall, have a completion that ran."""
+    hashes = [np.zeros(0, np.uint64)]
+    first = 0
+    for batch in prompts.read(["row_id"], READ_ROWS) if len(row_indices) and parts else ():
+        low, high = np.searchsorted(row_indices, [first, first + batch.num_rows])
+        hashes.append(row_hashes(batch.column("row_id"))[row_indices[low:high] - first])
+        first += batch.num_rows
+    known, places = np.unique(np.concatenate(hashes), return_inverse=True)
+    if not len(known):
+        return np.zeros(len(row_indices), bool)
+    has_answer = np.zeros(len(known), bool)
+    for part in parts:
+        for batch in partition.read_part(part, ["row_id", "request_key"], READ_ROWS):
+            run = batch.filter(batch.column("request_key").is_valid())
+            stored = row_hashes(run.column("row_id"))
+            found = np.minimum(np.searchsorted(known, stored), len(known) - 1)
+            has_answer[found[known[found] == stored]] = True
+    return has_answer[places]
 
-    Also out of those that the partitioning no longer has. Holds the keys of one part at a time.
+
+def copy_from_others(
+    store: Store, writer: PartitionWriter, wanted: WantedRequests, missing: np.ndarray
+) -> int:
+    """Copy answers to the requests in the mask `missing` out of the dataset's other partitions.
+
+    Also out of those that the partitioning no longer has. Holds a batch of rows at a time.
     """
-    own, num_copied = writer.partition.key, 0
+    own, num_copied, missing = writer.partition.key, 0, missing.copy()
     for key in store.partition_keys(COMPLETIONS):
-        if key == own or not missing.height:
+        if key == own or not missing.any():
             continue
         try:
             other = store.partition(COMPLETIONS, key)
             manifest = other.manifest()
             for part in manifest.parts if manifest else []:
-                completions = stored_completions(other, [part])
-                found = served(missing, completions.filter(pl.col("kind") != NO_ANSWER))
-                if found.height:
-                    _copy(other, part, writer, found["offset"].unique().sort().to_numpy())
-                    missing = missing.join(found, on="request", how="anti")
-                    num_copied += found.height
+                answers = StoredAnswers(wanted)
+                answers.look_into(other, [part])
+                found = missing & (answers.found & ANSWERED != 0)
+                if found.any():
+                    _copy(other, part, writer, np.unique(answers.offset[found]))
+                    missing &= ~found
+                    num_copied += int(found.sum())
         except (ValueError, FileNotFoundError) as error:  # it is being written, or is damaged
             log.warning("answers of partition %s are not looked at: %s", key, error)
     return num_copied
@@ -241,6 +252,6 @@ def _copy(other: Partition, part: Part, writer: PartitionWriter, offsets: np.nda
     with writer.new_part(COMPLETIONS_SCHEMA) as copy:
         for batch in other.read_part(part, batch_size=READ_ROWS):
             first, last = np.searchsorted(offsets, [offset, offset + batch.num_rows])
-            copy.write(batch.take(pa.array(offsets[first:last] - offset)))
+            copy.write(batch.take(pa.array(offsets[first:last].astype(np.int64) - offset)))
             offset += batch.num_rows
     writer.commit([*writer.manifest.parts, copy.part], complete=False)

@@ -11,23 +11,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from bulk_pipeline.engine.request import READY, KeyHasher, SamplingParams, request_seed
 from bulk_pipeline.store import Partition
 
 BATCH_ROWS = 4096
-KEY = ["key_high", "key_low"]  # the 128-bit request key as two integers
 KEY_BYTES = 16
-WANTED_SCHEMA = {
-    "request": pl.UInt32,
-    "row_index": pl.UInt32,
-    "sample_index": pl.UInt16,
-    "ready": pl.Boolean,
-    "key_high": pl.UInt64,
-    "key_low": pl.UInt64,
-    "limit": pl.Int32,
-    "row_hash": pl.UInt64,
-}
 COLUMNS = ["row_id", "row_index", "input_ids", "status", "sampling", "num_samples"]
 
 
@@ -44,30 +34,82 @@ class WantedRequest:
     key: str
 
 
-def wanted_requests(prompts: Partition, model_fingerprint: str) -> pl.DataFrame:
-    """Every request, in order, as `WANTED_SCHEMA`: about 40 bytes each; keys of ready ones."""
-    chunks = [pl.DataFrame(schema=WANTED_SCHEMA)]
-    for prompt_batch in _prompt_batches(prompts, model_fingerprint):
-        place = prompt_batch.place
-        limits = np.fromiter((p.max_new_tokens if p else 0 for p in prompt_batch.params), np.int32)
-        halves = key_halves(b"".join(prompt_batch.digests()))
-        row_hash = row_hashes(prompt_batch.batch.column("row_id"))
-        chunks.append(
-            pl.DataFrame(
-                {
-                    "request": np.arange(len(place)) + prompt_batch.first,
-                    "row_index": prompt_batch.batch.column("row_index").to_numpy()[place],
-                    "sample_index": prompt_batch.sample_index,
-                    "ready": prompt_batch.ready[place],
-                    "key_high": halves[:, 0],
-                    "key_low": halves[:, 1],
-                    "limit": limits[place],
-                    "row_hash": row_hash[place],
-                },
-                schema_overrides=WANTED_SCHEMA,
-            )
-        )
-    return pl.concat(chunks, rechunk=True)
+class WantedRequests:
+    """Every request of a partition, in order, as arrays: about 30 bytes each.
+
+    Attributes
+    ----------
+    row_index, sample_index, limits
+        Of each request; `limits` are its max_new_tokens.
+    ready
+        Whether it can run; the others have no key.
+    key_high
+        The first half of each 128-bit request key.
+    by_key, key_low
+        Numbers of all requests, sorted by the second half of their keys, then rising; and these
+        halves, in that order.
+    """
+
+    def __init__(self, prompts: Partition, model_fingerprint: str):
+        samples = (batch.column("num_samples") for batch in prompts.read(["num_samples"]))
+        num_requests = sum(pc.sum(column).as_py() or 0 for column in samples)
+        self.row_index = np.empty(num_requests, np.uint32)
+        self.sample_index = np.empty(num_requests, np.uint16)
+        self.limits = np.zeros(num_requests, np.int32)
+        self.ready = np.empty(num_requests, bool)
+        self.key_high = np.empty(num_requests, np.uint64)
+        self.key_low = np.empty(num_requests, np.uint64)  # not sorted yet
+        for batch in _prompt_batches(prompts, model_fingerprint):
+            self._fill(batch)
+        self.by_key = np.argsort(self.key_low, kind="stable").astype(np.uint32)
+        self.key_low = self.key_low[self.by_key]
+
+    def __len__(self) -> int:
+        return len(self.ready)
+
+    def _fill(self, prompts: "_PromptBatch") -> None:
+        here = slice(prompts.first, prompts.first + len(prompts.place))
+        halves = key_halves(b"".join(prompts.digests()))
+        limits = [params.max_new_tokens if params else 0 for params in prompts.params]
+        self.row_index[here] = prompts.batch.column("row_index").to_numpy()[prompts.place]
+        self.sample_index[here] = prompts.sample_index
+        self.limits[here] = np.array(limits, np.int32)[prompts.place]
+        self.ready[here] = prompts.ready[prompts.place]
+        self.key_high[here], self.key_low[here] = halves[:, 0], halves[:, 1]
+
+    def with_keys(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Pair keys, [keys, 2], with the ready requests that have them.
+
+        Returns
+        -------
+        places, numbers
+            Of equal length: a place in `keys`, rising, and the number of a request.
+        """
+        low = keys[:, 1]
+        first = np.searchsorted(self.key_low, low, "left")
+        last = np.searchsorted(self.key_low, low, "right")
+        counts = last - first
+        places = np.repeat(np.arange(len(keys)), counts)
+        ends = np.cumsum(counts)
+        within = np.arange(len(places)) - np.repeat(ends - counts, counts)
+        numbers = self.by_key[first[places] + within]
+        fits = self.ready[numbers] & (self.key_high[numbers] == keys[places, 0])
+        return places[fits], numbers[fits]
+
+    def first_of_each(self, chosen: np.ndarray) -> np.ndarray:
+        """Of the requests in the mask `chosen`, the first of each key and limit; rising."""
+        places = chosen[self.by_key]
+        numbers, low = self.by_key[places], self.key_low[places]
+        repeats = np.zeros(len(numbers), bool)
+        repeats[1:] = low[1:] == low[:-1]
+        is_one_of_many = repeats.copy()
+        is_one_of_many[:-1] |= repeats[1:]
+        many = numbers[is_one_of_many]
+        columns = (self.limits[many], self.key_high[many], low[is_one_of_many])
+        order = np.lexsort(columns)  # stable: equal requests stay in their order
+        is_first = np.ones(len(many), bool)
+        is_first[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], 0)
+        return np.sort(np.concatenate([numbers[~is_one_of_many], many[order][is_first]]))
 
 
 def requests_at(

@@ -454,7 +454,7 @@ def test_a_request_that_the_engine_refuses_keeps_its_status(spec, store):
 def test_many_pieces_are_merged_in_order(tmp_path, monkeypatch, order):
     monkeypatch.setattr(complete_module, "SORT_ROWS", 7)
     monkeypatch.setattr(complete_module, "READ_ROWS", 3)
-    monkeypatch.setattr(stored_module, "BUCKET_REQUESTS", 5)
+    monkeypatch.setattr(stored_module, "READ_ROWS", 4)
 
     class Reordering(EchoGenerator):
         def run(self, requests, on_step=None):
