@@ -3,13 +3,8 @@
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -77,16 +72,20 @@ def project(tmp_path: Path, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatc
 
 
 def run_command(project: Path, *command: str) -> str:
+    done = start_command(project, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def start_command(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     bin_folder = Path(sys.executable).parent
-    done = subprocess.run(
+    return subprocess.run(
         [str(bin_folder / command[0]), *command[1:]],
         cwd=project,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def sync(project: Path) -> str:
@@ -326,73 +325,31 @@ def test_command_line_with_a_partition_and_with_a_range(project, command):
 
 
 @pytest.mark.slow
-def test_a_backfill_launched_through_graphql_is_one_run(project):
+def test_command_line_with_a_bad_partition_among_five(project):
+    for key in ("fifth", "fourth"):
+        shutil.copy(project / "rows" / "first.jsonl", project / "rows" / f"{key}.jsonl")
+    bad = project / "rows" / "second.jsonl"
+    rows = bad.read_text()
+    bad.write_text('{"text": "torn')
     sync(project)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = (project / "dev.log").open("w")
-    dev = subprocess.Popen(
-        [str(Path(sys.executable).parent / "dagster"), "dev", "-m", "my_project.definitions",
-         "--port", str(port), "--host", "127.0.0.1"],
-        cwd=project, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        url = f"http://127.0.0.1:{port}/graphql"
-        wait_for(lambda: ask(url, "{ version }"), seconds=120)
-        answer = ask(
-            url,
-            """mutation($params: LaunchBackfillParams!) {
-              launchPartitionBackfill(backfillParams: $params) {
-                __typename ... on LaunchBackfillSuccess { backfillId }
-                ... on PythonError { message }
-              } }""",
-            params={
-                "assetSelection": [{"path": ["data", table]} for table in TABLES],
-                "partitionNames": list(KEYS),
-            },
-        )
-        backfill = answer["launchPartitionBackfill"]
-        assert backfill["__typename"] == "LaunchBackfillSuccess", backfill
-        query = """query($id: String!) { partitionBackfillOrError(backfillId: $id) {
-              ... on PartitionBackfill { status } } }"""
-
-        def finished() -> bool:
-            state = ask(url, query, id=backfill["backfillId"])["partitionBackfillOrError"]
-            assert state["status"] not in ("FAILED", "COMPLETED_FAILED"), state
-            return state["status"] == "COMPLETED_SUCCESS"
-
-        wait_for(finished, seconds=240)
-    finally:
-        os.killpg(dev.pid, signal.SIGTERM)
-        try:
-            dev.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(dev.pid, signal.SIGKILL)
-        log.close()
-    check_output(project, KEYS)
+    command = ("dagster", "asset", "materialize", "-m", "my_project.definitions")
+    command += ("--select", "group:data", "--partition-range")
+    done = start_command(project, *command, "fifth...third")
+    assert done.returncode != 0
+    assert "1 of 5 partitions failed: second: raw_dataset: " in done.stdout + done.stderr
+    good = ("fifth", "first", "fourth", "third")
+    status = run_command(
+        project, "bulk-pipeline", "partitions", "status", "-m", "my_project.definitions"
+    )
+    assert status.splitlines() == [
+        "data: 5 partitions, 1 missing or stale",
+        "  second: unfinished: raw_dataset",
+    ]
     with dg.DagsterInstance.from_config(str(project / "home")) as instance:
-        check_events(instance, KEYS)
-        backfill_runs = [r for r in instance.get_runs() if "dagster/backfill" in r.tags]
-        assert len(backfill_runs) == 1
-
-
-def ask(url: str, query: str, **variables: Any) -> dict[str, Any]:
-    body = json.dumps({"query": query, "variables": variables}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        found = json.load(answer)
-    assert "errors" not in found, found
-    return found["data"]
-
-
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if condition():
-                return
-        except urllib.error.URLError:
-            pass
-        time.sleep(1)
-    raise AssertionError(f"not within {seconds} s")
+        assert instance.get_runs(limit=1)[0].status == dg.DagsterRunStatus.FAILURE
+        for table in TABLES:
+            assert materialized(instance, table) == set(good), table
+        bad.write_text(rows)
+        run_command(project, *command, "second...second")
+        for table in TABLES:
+            assert materialized(instance, table) == {*good, "second"}, table
