@@ -3,7 +3,7 @@
     python benchmarks/bench_pipeline.py 100000 1000000
 
 Each size runs in a process of its own. The prompts stage is compared with rendering and batch
-encoding alone, on the same rows in the same process. Results: benchmarks/bench_pipeline.json.
+encoding alone, on the first of the same rows, before and after it in the same process. Results: benchmarks/bench_pipeline.json.
 """
 
 import json
@@ -27,6 +27,7 @@ MODEL = Path(__file__).parent.parent / "data/models/smollm2-135m-instruct"
 MAX_RSS_GIB = 1.5
 MIN_SHARE_OF_BARE = 0.8
 MIN_COMPLETIONS_PER_SECOND = 5000
+MOST_BARE_ROWS = 50_000
 TEXT = (
     "what is the capital of and how many people live there explain why water boils at lower "
     "temperature on a mountain write short story about robot who learns to paint translate this "
@@ -67,7 +68,7 @@ def write_source(path: Path, num_rows: int) -> None:
             file.write(json.dumps({"number": number, "text": f"{text} {number}?"}) + "\n")
 
 
-def bare_seconds(store: Any, spec: Any, most_rows: int) -> tuple[int, float]:
+def bare_rows_per_second(store: Any, spec: Any) -> float:
     """Rendering and batch encoding alone, as transformers and tokenizers do them."""
     from transformers import AutoTokenizer
 
@@ -82,9 +83,9 @@ def bare_seconds(store: Any, spec: Any, most_rows: int) -> tuple[int, float]:
         tokenizer._tokenizer.encode_batch(prompts, add_special_tokens=False)
         seconds += time.perf_counter() - started
         rows += len(texts)
-        if rows >= most_rows:
+        if rows >= MOST_BARE_ROWS:
             break
-    return rows, seconds
+    return rows / seconds
 
 
 def peak_mib() -> float:
@@ -124,7 +125,10 @@ def measure(num_rows: int) -> dict[str, Any]:
             "output": lambda: join_partition(spec, store, "all"),
         }
         result: dict[str, Any] = {"rows": num_rows, "stages": {}}
+        bare = []
         for name, stage in stages.items():
+            if name in ("prompts", "completions"):  # before and after the prompts stage
+                bare.append(bare_rows_per_second(store, spec))
             started = time.perf_counter()
             assert stage().rows == num_rows
             seconds = time.perf_counter() - started
@@ -134,11 +138,9 @@ def measure(num_rows: int) -> dict[str, Any]:
                 "peak_mib_so_far": round(peak_mib()),
             }
         result["peak_mib"] = round(peak_mib())
-        bare_rows, seconds = bare_seconds(store, spec, num_rows)
-        bare = bare_rows / seconds
-        result["bare_rows_per_second"] = round(bare)
+        result["bare_rows_per_second"] = round(max(bare))
         result["prompts_share_of_bare"] = round(
-            result["stages"]["prompts"]["rows_per_second"] / bare, 3
+            result["stages"]["prompts"]["rows_per_second"] / max(bare), 3
         )
         assert (
             pq.read_metadata(

@@ -10,9 +10,9 @@ import json
 import random
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-import exllamav2
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -210,7 +210,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "versions": {
             "torch": torch.__version__,
-            "exllamav2": exllamav2.__version__,
+            "exllamav2": version("exllamav2"),
             "transformers": transformers.__version__,
         },
         "prompt_tokens": [min(map(len, all_ids)), max(map(len, all_ids))],
