@@ -1,11 +1,11 @@
-# make demo | test | lint | dev     (README.md)
+# make demo | test | lint | dev | soak | bench     (README.md)
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := data/models/smollm2-135m-instruct
 export DAGSTER_HOME := $(CURDIR)/.dagster_home
 
-.PHONY: demo test lint dev ready
+.PHONY: demo test lint dev soak bench ready
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,3 +40,9 @@ lint: $(VENV)/.installed  ## Check format, style and types
 dev: ready  ## Start Dagster's UI on http://localhost:3000
 	$(BIN)/bulk-pipeline partitions sync
 	$(BIN)/dagster dev
+
+soak: $(VENV)/.installed  ## Kill the stages fifty times at random moments (benchmarks/soak.md)
+	PYTHONPATH=. $(BIN)/python benchmarks/soak.py
+
+bench: ready  ## Measure the stages around a stand-in (benchmarks/bench_pipeline.json)
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_pipeline.py

@@ -3,7 +3,8 @@
     python benchmarks/bench_pipeline.py 100000 1000000
 
 Each size runs in a process of its own. The prompts stage is compared with rendering and batch
-encoding alone, on the first of the same rows, before and after it in the same process. Results: benchmarks/bench_pipeline.json.
+encoding alone, on the first of the same rows, before and after it in the same process. Results:
+benchmarks/bench_pipeline.json.
 """
 
 import json

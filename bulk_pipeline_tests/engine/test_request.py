@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import (
     GREEDY_BELOW,
+    KeyHasher,
     Request,
     SamplingParams,
     Status,
@@ -84,6 +85,13 @@ class TestKey:
     )
     def test_different_ids_have_different_keys(self, a, b):
         assert (key(ids=a) == key(ids=b)) == (a == b)
+
+    @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, stop=('"seed": 0',))])
+    @given(st.lists(st.integers(0, 2**31 - 1), max_size=8), st.integers(0, 2**64 - 1))
+    def test_one_hasher_serves_all_seeds(self, params, ids, seed):
+        data = b"".join(i.to_bytes(4, "little") for i in ids)
+        expected = request_key(ids, replace(params, seed=seed), 'a "seed": 0')
+        assert KeyHasher(params, 'a "seed": 0').digest(data, seed).hex() == expected
 
 
 class TestSeed:

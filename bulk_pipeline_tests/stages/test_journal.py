@@ -1,0 +1,85 @@
+"""What a dead process left in the journal counts; what one that ended in order left does not."""
+
+import uuid
+
+import pytest
+
+from bulk_pipeline.stages import journal as journal_module
+from bulk_pipeline.stages.journal import JOURNAL, Journal
+from bulk_pipeline.store import COMPLETIONS, Partition, Store
+
+A, B, C = ("a" * 32, "b" * 32, "c" * 32)
+
+
+@pytest.fixture(params=["local", "memory"])
+def partition(request, tmp_path) -> Partition:
+    """A partition on each kind of file system."""
+    root = str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+    return Store(root, "data").partition(COMPLETIONS, "all")
+
+
+def content(partition: Partition) -> bytes | None:
+    path = f"{partition.path}/{JOURNAL}"
+    return partition.store.fs.cat_file(path) if partition.store.fs.exists(path) else None
+
+
+def test_what_was_in_flight_counts_as_a_death_each_time(partition):
+    Journal(partition).start([A, B])
+    Journal(partition).start([B])
+    assert Journal(partition).deaths == {A: 1, B: 2}
+    assert Journal(partition).deaths == {A: 1, B: 2}  # nothing was in flight since
+
+
+def test_an_orderly_end_counts_against_none_and_keeps_what_is_known(partition):
+    Journal(partition).start([A])
+    journal = Journal(partition)
+    journal.start([A, B])
+    journal.close()
+    assert Journal(partition).deaths == {A: 1}
+
+
+def test_nothing_is_left_when_nothing_is_known(partition):
+    journal = Journal(partition)
+    journal.start([A])
+    journal.finish(A)
+    journal.close()
+    assert content(partition) is None
+
+
+def test_a_finished_request_is_crossed_out(partition):
+    journal = Journal(partition)
+    journal.start([A])
+    journal.finish(A)
+    journal.start([B])
+    assert Journal(partition).deaths == {B: 1}
+
+
+def test_deaths_can_be_forgotten(partition):
+    Journal(partition).start([A, B])
+    journal = Journal(partition)
+    journal.forget([A, C])
+    assert Journal(partition).deaths == {B: 1}
+
+
+def test_the_journal_stays_small(partition, monkeypatch):
+    monkeypatch.setattr(journal_module, "MAX_BYTES", 1000)
+    journal = Journal(partition)
+    for number in range(500):
+        key = f"{number:032x}"
+        journal.start([key])
+        if number != 7:
+            journal.finish(key)
+    assert len(content(partition) or b"") < 1200
+    journal.start([A])  # object storage learns of what is done with the next start
+    assert Journal(partition).deaths == {f"{7:032x}": 1, A: 1}
+
+
+def test_a_torn_last_line_is_passed_over(partition):
+    journal = Journal(partition)
+    journal.start([A])
+    journal.finish(A)
+    journal.start([B])
+    whole = content(partition)
+    assert whole is not None
+    partition.store.fs.pipe_file(f"{partition.path}/{JOURNAL}", whole + b"+" + C[:9].encode())
+    assert Journal(partition).deaths == {B: 1}
