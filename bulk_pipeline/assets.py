@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
+from pydantic import Field
 
 from bulk_pipeline.checks import check_specs
 from bulk_pipeline.partition_loop import run_partitions
@@ -23,6 +24,16 @@ from bulk_pipeline.store import (
 
 GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
 ALL = "all"  # the only key of a dataset that is not cut
+
+
+class CompletionsConfig(dg.Config):
+    """What a run may ask of the completions, in the launchpad or on the command line."""
+
+    redo: str = Field(
+        "none",
+        description="Stored completions to make anew: none, all, or those of some statuses, "
+        "separated by commas, such as length,error.",
+    )
 
 
 def open_store(spec: BulkInferenceSpec) -> Store:
@@ -112,7 +123,9 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
         pool=GPU_POOL,
         description="The model's answer to every prompt, sample by sample.",
     )
-    def completions(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def completions(
+        context: dg.AssetExecutionContext, config: CompletionsConfig
+    ) -> dg.MaterializeResult:
         from bulk_pipeline.engine.loading import settings_fingerprint
         from bulk_pipeline.stages.complete import complete_partition
 
@@ -128,6 +141,7 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 fingerprint,
                 cache_tokens=model.cache_tokens,
                 on_progress=lambda progress: context.log.info(str(progress)),
+                redo=[name.strip() for name in config.redo.split(",")],
             )
 
         return run_partitions(

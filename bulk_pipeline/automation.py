@@ -311,7 +311,25 @@ def _report(news: SourceNews, has_schedule: bool) -> list[str]:
 
 
 def build_schedule(spec: BulkInferenceSpec, job: Any, resource_key: str) -> dg.ScheduleDefinition:
-    """A schedule that runs what is missing or stale, a run for each contiguous range."""
+    """A schedule that runs what is missing or stale, a run for each contiguous range.
+
+    Raises
+    ------
+    ValueError
+        If `automation.cron` or `automation.timezone` is not valid.
+    """
+    assert spec.automation.cron is not None
+    try:
+        return _schedule(spec, job, resource_key)
+    except dg.DagsterInvalidDefinitionError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"automation.cron must be a cron line in the zone automation.timezone, got "
+            f"{spec.automation.cron!r} in {spec.automation.timezone!r} ({reason}); correct it"
+        ) from None
+
+
+def _schedule(spec: BulkInferenceSpec, job: Any, resource_key: str) -> dg.ScheduleDefinition:
     assert spec.automation.cron is not None
 
     @dg.schedule(

@@ -9,10 +9,11 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bulk_pipeline import build_bulk_inference_defs
+from bulk_pipeline import build_bulk_inference_defs, cli
 from bulk_pipeline.automation import (
     RANGE_TAGS,
     build_run_requests,
@@ -344,6 +345,44 @@ def test_conditions_and_a_schedule_exclude_each_other(tmp_path: Path) -> None:
         build_bulk_inference_defs(
             values(tmp_path, automation={"mode": "conditions", "cron": "@daily"})
         )
+
+
+@pytest.mark.parametrize(
+    "automation", [{"cron": "at night"}, {"cron": "@daily", "timezone": "Nowhere"}]
+)
+def test_a_wrong_cron_line_is_refused_in_one_line(tmp_path: Path, automation: Any) -> None:
+    with pytest.raises(ValueError, match=r"^automation\.cron must be .*; correct it$") as error:
+        build_bulk_inference_defs(values(tmp_path, automation=automation))
+    assert automation["cron"] in str(error.value)
+
+
+def test_status_prints_what_is_missing_stale_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        write(tmp_path, name)
+    watcher = Watcher(tmp_path)
+    for key in ("b", "c"):
+        watcher.finish(key)
+    write(tmp_path, "b", "other")
+    (tmp_path / "in/c.jsonl").unlink()
+    (tmp_path / "status_module.py").write_text(
+        "from bulk_pipeline import build_bulk_inference_defs\n"
+        f"defs = build_bulk_inference_defs({values(tmp_path)!r})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["partitions", "status", "-m", "status_module"]
+    done = CliRunner().invoke(cli.main, command)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-4:] == [
+        "data: 2 partitions, 2 missing or stale",
+        "  a: missing",
+        "  b: source changed: b.jsonl",
+        "  c: its source is gone, its results stay",
+    ]
+    unknown = CliRunner().invoke(cli.main, [*command, "other"])
+    assert unknown.exit_code == 1
+    assert "no dataset other in status_module; there are data" in unknown.output
 
 
 def test_without_automation_there_is_no_sensor(tmp_path: Path) -> None:

@@ -215,6 +215,26 @@ def test_a_bad_partition_is_named_and_the_others_are_finished(spec, tmp_path):
     check_output(tmp_path, KEYS)
 
 
+@pytest.mark.parametrize(
+    ("redo", "requests"), [("none", 0), ("all", ROWS_IN_FILE - 1), ("error, loop", 0)]
+)
+def test_a_run_may_ask_to_redo_answers(spec, tmp_path, redo, requests):
+    defs = build_bulk_inference_defs({**spec, "partitions": {"by": "none"}}, tmp_path)
+    (tmp_path / "rows" / "second.jsonl").unlink()
+    (tmp_path / "rows" / "third.jsonl").unlink()
+    config = {"ops": {"data__completions": {"config": {"redo": redo}}}}
+    with dg.DagsterInstance.ephemeral() as instance:
+        for run_config in ({}, config):
+            result = dg.materialize(
+                list(defs.assets or []), instance=instance, resources=defs.resources,
+                partition_key="all", run_config=run_config,
+            )  # fmt: skip
+            assert result.success
+        latest = instance.fetch_materializations(dg.AssetKey(["data", "completions"]), limit=1)
+        metadata = latest.records[0].asset_materialization.metadata
+        assert metadata["requests_run"].value == requests
+
+
 def test_a_bad_partition_fails_the_last_step_that_the_run_has(spec, tmp_path):
     (tmp_path / "rows" / "second.jsonl").write_text('{"text": "torn')
     defs = build_bulk_inference_defs(spec, tmp_path)
