@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel
 
 from bulk_pipeline.assets import build_assets
@@ -70,18 +72,38 @@ class BulkInferenceComponent(dg.Component):
     def load(
         cls, attributes: BaseModel | None, context: dg.ComponentLoadContext
     ) -> "BulkInferenceComponent":
-        """Resolve templates such as ``{{ env.MODEL }}`` and validate what they give.
+        """Fill in templates such as ``{{ env.MODEL }}`` and validate what they give.
 
         ``prompt.template`` is the row's, and stays as it is.
         """
-        assert attributes is not None
+        if attributes is None:
+            raise ValueError("attributes is missing; set name, source, prompt and generator in it")
         values = attributes.model_dump(exclude_unset=True)
         template = values["prompt"].pop("template", None)
-        resolved = dict(context.resolution_context.resolve_value(values))
+        filled = _fill_in(values, dict(context.resolution_context.scope))
         if template is not None:
-            resolved["prompt"] = {**resolved["prompt"], "template": template}
-        return cls(load_spec(resolved))
+            filled["prompt"]["template"] = template
+        return cls(load_spec(filled))
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Build the dataset's definitions."""
         return build_bulk_inference_defs(self.spec, context.project_root)
+
+
+def _fill_in(value: Any, scope: dict[str, Any]) -> Any:
+    """Render the texts in `value` that hold ``{{``; every other text stays to the letter.
+
+    Dagster's own resolution would read each text as a Python value: '"quoted"', '42' and a
+    final newline would not come through.
+    """
+    if isinstance(value, dict):
+        return {name: _fill_in(item, scope) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_fill_in(item, scope) for item in value]
+    if isinstance(value, str) and "{{" in value:
+        environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        try:
+            return environment.from_string(value).render(scope)
+        except TemplateError as error:
+            raise ValueError(f"cannot fill in {value!r}: {error}; correct it") from None
+    return value

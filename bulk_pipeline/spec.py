@@ -233,6 +233,8 @@ class SamplingSpec(_Model):
 class GeneratorSettings(BaseModel):
     """The model, and how it is held in memory. The fields of `ExLlamaV2Resource`."""
 
+    model_config = ConfigDict(extra="forbid")
+
     model: str = Field(
         description="Model folder, or hub id (owner/name). Relative paths start at the project's "
         "folder."

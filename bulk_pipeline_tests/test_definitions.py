@@ -5,6 +5,7 @@ import sys
 
 import dagster as dg
 import pytest
+import yaml
 
 from bulk_pipeline import ExLlamaV2Resource, build_bulk_inference_defs
 
@@ -87,3 +88,63 @@ def test_a_backfill_is_one_run_unless_limited():
 def test_a_wrong_spec_is_refused_in_one_line():
     with pytest.raises(ValueError, match="sampling.top_p: input should be less than or equal to 1"):
         build_bulk_inference_defs(values("data", sampling={"top_p": 2}))
+
+
+TEXTS = [
+    "\n",
+    "###\n",
+    '"Be brief."',
+    "42",
+    "1e3",
+    "True",
+    "[1,2]",
+    "a\r\nb",
+    "{# no comment #}",
+    "x ",
+]
+
+
+@pytest.fixture
+def load_yaml(tmp_path, monkeypatch):
+    """Give what makes the spec that Dagster makes of a defs.yaml with these attributes."""
+    name = tmp_path.name
+    package = tmp_path / name
+    (package / "defs" / "data").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "defs" / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text(
+        f'[tool.dg]\ndirectory_type = "project"\n[tool.dg.project]\nroot_module = "{name}"\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load(**attributes):
+        component = {
+            "type": "bulk_pipeline.BulkInferenceComponent",
+            "attributes": values("data") | attributes,
+        }
+        (package / "defs" / "data" / "defs.yaml").write_text(yaml.safe_dump(component))
+        return dg.ComponentTree.for_project(tmp_path).load_component("data").spec
+
+    return load
+
+
+def test_texts_in_yaml_come_through_to_the_letter(load_yaml):
+    prompt = {
+        "template": "{{ text }} {% if x %}{% endif %}\n",
+        "system": '"quoted"\n',
+        "assistant_prefix": "42\n",
+    }
+    spec = load_yaml(prompt=prompt, sampling={"stop": TEXTS})
+    assert spec.sampling.stop == TEXTS
+    assert spec.prompt.model_dump(include=set(prompt)) == prompt
+
+
+def test_the_environment_can_be_used_in_yaml(load_yaml, monkeypatch):
+    monkeypatch.setenv("MY_MODEL", "owner/other")
+    monkeypatch.setenv("MY_TOKENS", "77")
+    spec = load_yaml(
+        generator={"model": "{{ env.MY_MODEL }}"},
+        prompt={"column": "text", "system": "{{ env.MY_TOKENS }} words at most"},
+    )
+    assert spec.generator.model == "owner/other"
+    assert spec.prompt.system == "77 words at most"

@@ -76,6 +76,10 @@ def without(name: str) -> dict[str, Any]:
             VALID | {"prompt": {"column": "a", "system": "s", "system_column": "c"}},
             "prompt: set system or system_column, not both",
         ),
+        (
+            VALID | {"generator": {"model": "m", "max_batch_sise": 3}},
+            "generator.max_batch_sise is not a setting; remove it or correct its name",
+        ),
         (without("generator"), "set exactly one of generator and generator_resource"),
         (VALID | {"generator_resource": "llm"}, "set exactly one of generator and"),
         (

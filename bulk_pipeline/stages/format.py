@@ -493,7 +493,7 @@ def _cut(message: str, offsets: Sequence[tuple[int, int]], num_kept: int, how: s
 
 def _raw_columns(raw: Partition, manifest: Manifest) -> RawColumns:
     return RawColumns(
-        stored=raw.schema().names if manifest.parts else None,
+        stored=raw.schema().names if manifest.num_rows else None,  # an empty file has none
         renamed=manifest.meta.get("renamed_columns", {}),
         json_text=manifest.meta.get("json_text_columns", ()),
     )
@@ -501,7 +501,7 @@ def _raw_columns(raw: Partition, manifest: Manifest) -> RawColumns:
 
 def _columns_read(raw: Partition, manifest: Manifest, reader: TurnReader) -> list[str] | None:
     """The raw columns that are read."""
-    if not manifest.parts:
+    if not manifest.num_rows:
         return None
     names = {"row_id", "row_index", ROW_ERROR_FIELD.name, *reader.names.values()}
     return [name for name in raw.schema().names if name in names]

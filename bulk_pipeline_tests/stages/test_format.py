@@ -142,6 +142,10 @@ class TestRows:
         assert (manifest.complete, manifest.num_rows) == (True, 0)
         assert manifest.meta["max_request_tokens"] == 0
 
+    def test_partition_of_a_file_without_rows_has_no_columns_to_miss(self, stage: Stage):
+        assert stage.run([], fields=[]) == []
+        assert stage.run([], {"template": "{{ anything }}"}, fields=[]) == []
+
     def test_missing_raw_dataset(self, stage: Stage):
         with pytest.raises(ValueError, match=r"partition all of raw_dataset is missing"):
             stage.format(stage.spec())
