@@ -10,6 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from bulk_pipeline.checks import check_specs
+from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.partition_loop import run_partitions
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec
@@ -22,7 +23,6 @@ from bulk_pipeline.store import (
     Store,
 )
 
-GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
 ALL = "all"  # the only key of a dataset that is not cut
 
 

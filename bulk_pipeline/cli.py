@@ -10,6 +10,7 @@ import dagster as dg
 import polars as pl
 
 from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
+from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
@@ -49,14 +50,20 @@ def sync(module: str, datasets: Sequence[str]) -> None:
         )
     jobs = _tagged_jobs(module, SYNC_TAG)
     _check_names(datasets, jobs, module)
+    problems = []
     with dg.DagsterInstance.get() as instance:
+        for run_id in release_dead_runs(instance):
+            click.echo(f"run {run_id} is dead; its place in the pool {GPU_POOL} is free again")
         for name in datasets or sorted(jobs):
             try:
                 result = jobs[name].execute_in_process(QUIET, instance)
             except ValueError as error:
-                raise click.ClickException(f"{name}: {error}") from None
+                problems.append(f"{name}: {error}")
+                continue
             new = result.output_for_node(f"{name}_find_partitions")
             click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
+    if problems:
+        raise click.ClickException("\n".join(problems))
 
 
 @partitions.command()

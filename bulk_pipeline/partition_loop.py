@@ -20,6 +20,7 @@ from dagster._core.definitions.source_asset import (
 )
 
 from bulk_pipeline.checks import run_checks
+from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, StageReport, Store
 
@@ -81,6 +82,8 @@ def run_partitions(
             f"order of registration",
             allow_retries=False,
         )
+    for run_id in release_dead_runs(context.instance):
+        context.log.warning(f"run {run_id} is dead; its place in the pool {GPU_POOL} is free again")
     outcome = _work_on(context, spec, store, table, keys, work, extra)
     results = run_checks(spec, store, table, [*outcome.done, *outcome.failed_here])
     if not outcome.failed:

@@ -1,0 +1,57 @@
+"""The pool that keeps two runs from the GPU, and its slots that dead runs still hold.
+
+A run dies without a word when it is killed, out of memory, or its machine is switched off.
+Dagster's run monitoring watches only runs that its daemon launched; one started from a shell and
+killed would hold its slot, and keep everybody waiting, for ever.
+"""
+
+import dagster as dg
+import psutil  # type: ignore[import-untyped]
+
+GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
+
+
+def release_dead_runs(instance: dg.DagsterInstance) -> list[str]:
+    """Free the slots of the pool that dead runs hold, and mark those runs as failed.
+
+    A run is dead when every process that wrote an event of it is gone. That can be known only
+    where all runs are on this machine, so only an instance in SQLite files is looked at.
+
+    Returns
+    -------
+    The ids of the runs whose slots were freed.
+    """
+    storage = instance.event_log_storage
+    is_local = "sqlite" in type(storage).__name__.lower()
+    if not is_local or not storage.supports_global_concurrency_limits:
+        return []
+    info = storage.get_concurrency_info(GPU_POOL)
+    released = []
+    holders = {slot.run_id for slot in info.claimed_slots}
+    for run_id in sorted(holders | {step.run_id for step in info.pending_steps}):
+        run = instance.get_run_by_id(run_id)
+        if run is not None and not run.is_finished:
+            if any(_is_alive(*process) for process in _processes(instance, run_id).items()):
+                continue
+            instance.report_run_failed(run, "its processes are gone; they ended without a word")
+        storage.free_concurrency_slots_for_run(run_id)
+        released.append(run_id)
+    return released
+
+
+def _processes(instance: dg.DagsterInstance, run_id: str) -> dict[int, float]:
+    """The processes that wrote events of a run: pid to the time of the last event."""
+    found: dict[int, float] = {}
+    for entry in instance.all_logs(run_id):
+        event = entry.dagster_event
+        if event is not None and event.pid is not None:
+            found[event.pid] = max(found.get(event.pid, 0.0), entry.timestamp)
+    return found
+
+
+def _is_alive(pid: int, last_event: float) -> bool:
+    """Whether the process that wrote an event at that time still runs, and not another."""
+    try:
+        return psutil.Process(pid).create_time() <= last_event
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,82 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
+
+CLAIM = """
+import os, sys
+import dagster as dg
+from bulk_pipeline.gpu_pool import GPU_POOL
+
+@dg.op
+def work():
+    pass
+
+@dg.job
+def job():
+    work()
+
+with dg.DagsterInstance.from_config(sys.argv[1]) as instance:
+    run = instance.create_run_for_job(job)
+    event = dg.DagsterEvent(
+        event_type_value="PIPELINE_START", job_name="job", message="start", pid=os.getpid()
+    )
+    instance.report_dagster_event(event, run.run_id)
+    claim = instance.event_log_storage.claim_concurrency_slot(GPU_POOL, run.run_id, "work")
+    assert claim.is_claimed
+    print(run.run_id, flush=True)
+    if len(sys.argv) > 2:
+        sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    shutil.copy(Path(__file__).parent.parent / "dagster.yaml", tmp_path)
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        instance.event_log_storage.initialize_concurrency_limit_to_default(GPU_POOL)
+    return tmp_path
+
+
+def claim(home: Path, *stays: str) -> tuple[subprocess.Popen, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLAIM, str(home), *stays],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_a_dead_run_gives_its_place_back_and_is_failed(home):
+    process, run_id = claim(home, "stays")
+    process.kill()
+    process.wait()
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert len(instance.event_log_storage.get_concurrency_info(GPU_POOL).claimed_slots) == 1
+        assert release_dead_runs(instance) == [run_id]
+        assert instance.event_log_storage.get_concurrency_info(GPU_POOL).claimed_slots == []
+        run = instance.get_run_by_id(run_id)
+        assert run is not None
+        assert run.status == dg.DagsterRunStatus.FAILURE
+        assert release_dead_runs(instance) == []
+
+
+def test_a_living_run_keeps_its_place(home):
+    process, _ = claim(home, "stays")
+    try:
+        with dg.DagsterInstance.from_config(str(home)) as instance:
+            assert release_dead_runs(instance) == []
+            info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
+            assert len(info.claimed_slots) == 1
+    finally:
+        process.kill()
+        process.wait()
