@@ -36,7 +36,7 @@ POINTS = [
     "journal append",
     "journal delete",
 ]
-MOST_TRIED = 5  # times that a point is tried, the first and the last among them
+MOST_TRIED = 4  # times that a point is tried, the first and the last among them
 
 
 @pytest.fixture(scope="module")
