@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 SET_ASIDE = "_set_aside"
 TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
-ROW_GROUP_ROWS = 8192  # what a reader holds at once
+ROW_GROUP_ROWS = 16_384  # what a reader holds at once, and 150 KB for each group of a file
 ROW_GROUP_BYTES = 64 << 20  # long rows come in smaller groups
 PIECE_ROWS = 1024  # the same for a temporary part, since many of them are merged at once
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
@@ -201,6 +201,11 @@ class Manifest(BaseModel):
         return sum(part.rows for part in self.parts)
 
 
+def is_partition_key(key: str) -> bool:
+    """Whether a path may be built from `key`."""
+    return PARTITION_KEY.fullmatch(key) is not None and ".." not in key
+
+
 def check_partition_key(key: str) -> str:
     """Return `key` if a path may be built from it.
 
@@ -209,7 +214,7 @@ def check_partition_key(key: str) -> str:
     ValueError
         If it does not match ``[A-Za-z0-9][A-Za-z0-9_.-]{0,149}`` or holds ``..``.
     """
-    if not PARTITION_KEY.fullmatch(key) or ".." in key:
+    if not is_partition_key(key):
         raise ValueError(
             f"partition key must be 1 to 150 letters, digits, '_', '-' or single '.', "
             f"starting with a letter or digit, got {key!r}; rename it"
@@ -247,7 +252,8 @@ class Store:
             folders = self.fs.ls(f"{self.path}/{table}", detail=False)
         except FileNotFoundError:
             return []
-        return sorted(folder.rstrip("/").rpartition("/")[2] for folder in folders)
+        names = (folder.rstrip("/").rpartition("/")[2] for folder in folders)
+        return sorted(name for name in names if is_partition_key(name))
 
     def read_json(self, name: str) -> Any:
         """The value stored under `name`, or None."""
@@ -296,6 +302,10 @@ class Store:
             _sync_folder(folder)
 
 
+class DamagedManifestError(ValueError):
+    """A manifest that cannot be read; the next writer makes a new one from the parts."""
+
+
 class Partition:
     """One partition of one table: read through its manifest, written through `writer`."""
 
@@ -322,8 +332,8 @@ class Partition:
         except FileNotFoundError:
             return None
         except ValidationError:
-            raise ValueError(
-                f"{path} is not a manifest; move the folder away and materialise {self.table} again"
+            raise DamagedManifestError(
+                f"{path} is not a manifest; materialise {self.table} again, which makes it anew"
             ) from None
         if manifest.schema_version > SCHEMA_VERSION:
             raise ValueError(
@@ -375,8 +385,7 @@ class Partition:
         ValueError
             If the file is missing, or is not the one that was committed.
         """
-        if problem := self._problem(part):
-            raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
+        self.check_part(part)
         try:
             with self._open(part) as file:
                 yield from file.iter_batches(batch_size, columns=columns)
@@ -439,6 +448,11 @@ class Partition:
             holder = f"a run on {writer.host} (process {writer.pid}, since {since})"
         return f"{self.label} is being written by {holder}; wait for it or stop it"
 
+    def check_part(self, part: Part) -> None:
+        """Raise a ValueError if a part is missing, or is not the file that was committed."""
+        if problem := self._problem(part):
+            raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
+
     def _problem(self, part: Part) -> str | None:
         try:
             size = self.store.fs.size(self.part_path(part))
@@ -464,12 +478,19 @@ class PartitionWriter:
         The last committed state; parts that turned out torn or missing are not in it.
     set_aside
         Files that were found torn or foreign, by their new paths.
+    lost
+        Committed parts that are missing or torn, and how.
     """
 
     def __init__(self, partition: Partition):
         self.partition = partition
         self.set_aside: list[str] = []
-        manifest = partition.manifest() or Manifest(table=partition.table, partition=partition.key)
+        self.lost: list[str] = []
+        try:
+            manifest = partition.manifest()
+        except DamagedManifestError:
+            manifest = self._adopt_parts()
+        manifest = manifest or Manifest(table=partition.table, partition=partition.key)
         self.manifest = manifest.model_copy(
             update={
                 "epoch": manifest.epoch + 1,
@@ -559,10 +580,40 @@ class PartitionWriter:
         with self.partition.store.open_atomic(f"{self.partition.path}/{MANIFEST}") as file:
             file.write(self.manifest.model_dump_json(indent=1).encode())
 
+    def _adopt_parts(self) -> Manifest:
+        """Put a damaged manifest aside; what whole parts hold is not lost with it."""
+        fs, folder = self.partition.store.fs, self.partition.path
+        self._put_aside(MANIFEST, f"{uuid.uuid4().hex}-{MANIFEST}")
+        parts = []
+        for path in fs.glob(f"{folder}/part-*.parquet"):
+            try:
+                with fs.open(path, "rb") as raw, pq.ParquetFile(raw) as file:
+                    rows, bounds = file.metadata.num_rows, _row_index_bounds(file)
+            except (pa.ArrowException, OSError):
+                continue  # not whole: set aside with the strangers
+            parts.append(
+                Part(
+                    name=path.rpartition("/")[2],
+                    rows=rows,
+                    bytes=fs.size(path),
+                    first_index=bounds[0],
+                    last_index=bounds[1],
+                )
+            )
+        return Manifest(table=self.partition.table, partition=self.partition.key, parts=parts)
+
+    def _put_aside(self, name: str, new_name: str) -> None:
+        fs, folder = self.partition.store.fs, self.partition.path
+        fs.makedirs(f"{folder}/{SET_ASIDE}", exist_ok=True)
+        fs.mv(f"{folder}/{name}", f"{folder}/{SET_ASIDE}/{new_name}")
+        self.set_aside.append(f"{folder}/{SET_ASIDE}/{new_name}")
+
     def _set_aside_strangers(self) -> None:
         """Move away what no manifest names and parts that are not as committed."""
         fs, folder = self.partition.store.fs, self.partition.path
-        torn = {part.name for part in self.manifest.parts if self.partition._problem(part)}
+        problems = {part.name: self.partition._problem(part) for part in self.manifest.parts}
+        torn = {name for name, problem in problems.items() if problem}
+        self.lost += [f"{folder}/{name} {problems[name]}" for name in sorted(torn)]
         known = {part.name for part in self.manifest.parts} - torn
         files = fs.ls(folder, detail=False) if fs.exists(folder) else []
         for path in files:
@@ -570,13 +621,18 @@ class PartitionWriter:
             if name.startswith(TEMPORARY) or name in self.manifest.replaced:
                 self.partition.delete(name)  # an interrupted write or deletion of ours
             elif name.endswith(".parquet") and name not in known:
-                target = f"{folder}/{SET_ASIDE}/{name}"
-                fs.makedirs(f"{folder}/{SET_ASIDE}", exist_ok=True)
-                fs.mv(path, target)
-                self.set_aside.append(target)
+                self._put_aside(name, name)
         if torn:
             self.manifest.parts = [p for p in self.manifest.parts if p.name not in torn]
             self.manifest.complete = False
+
+
+def _row_index_bounds(file: pq.ParquetFile) -> tuple[int, int]:
+    """The smallest and largest row_index of a part."""
+    if not file.metadata.num_rows:
+        return 0, -1
+    indices = pc.min_max(file.read(["row_index"])["row_index"])
+    return indices["min"].as_py(), indices["max"].as_py()
 
 
 class PartWriter:
@@ -600,11 +656,15 @@ class PartWriter:
         self.first_index = min(self.first_index, first) if self.rows else first
         self.last_index = max(self.last_index, last)
         self.rows += batch.num_rows
-        self._pending.extend(batch.to_batches() if isinstance(batch, pa.Table) else [batch])
-        self._pending_rows += batch.num_rows
-        self._pending_bytes += batch.nbytes
-        if self._pending_rows >= self._group_rows or self._pending_bytes >= ROW_GROUP_BYTES:
-            self.flush()
+        for rows in batch.to_batches() if isinstance(batch, pa.Table) else [batch]:
+            while rows.num_rows:
+                some = rows.slice(0, self._group_rows - self._pending_rows)
+                rows = rows.slice(some.num_rows)
+                self._pending.append(some)
+                self._pending_rows += some.num_rows
+                self._pending_bytes += some.nbytes
+                if self._pending_rows >= self._group_rows or self._pending_bytes >= ROW_GROUP_BYTES:
+                    self.flush()
 
     def flush(self) -> None:
         """Write what was collected as a row group."""
@@ -614,7 +674,7 @@ class PartWriter:
             # Arrow's cast breaks lists of nulls, even to the same type.
             is_same = table.schema.equals(self._schema)
             table = table if is_same else table.cast(self._schema)
-            self._parquet.write_table(table, row_group_size=self._group_rows)
+            self._parquet.write_table(table)
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
 
 

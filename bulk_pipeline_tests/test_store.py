@@ -377,6 +377,21 @@ def test_long_rows_come_in_small_groups(local: Partition, monkeypatch: pytest.Mo
     assert pq.ParquetFile(path).metadata.num_row_groups == 2
 
 
+def test_groups_are_full_whatever_is_written_at_once(
+    local: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "ROW_GROUP_ROWS", 10)
+    with local.writer() as writer:
+        with writer.new_part(SCHEMA) as part_writer:
+            for start, stop in ((0, 7), (7, 35), (35, 38)):
+                part_writer.write(pa.Table.from_pylist(rows(*range(start, stop)), SCHEMA))
+        writer.commit([part_writer.part], complete=True)
+    metadata = pq.read_metadata(local.part_path(part_writer.part))
+    groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    assert groups == [10, 10, 10, 8]
+    assert read(local) == rows(*range(38))
+
+
 def test_json_is_stored_sorted(store: Store) -> None:
     store.write_json("x.json", {"b": 1, "a": [2]})
     assert json.loads(store.fs.cat_file(f"{store.path}/x.json")) == {"b": 1, "a": [2]}
