@@ -102,7 +102,7 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
     _check_names([dataset], roots, module)
     try:
         table = scan_table(roots[dataset], dataset).collect()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     ours = {field.name for field in (*ROW_FIELDS, *COMPLETIONS_SCHEMA)}
     names = (

@@ -21,8 +21,24 @@ def scan_partition(partition: Partition) -> pl.LazyFrame:
 
 
 def _scan_parts(partition: Partition, manifest: Manifest) -> pl.LazyFrame:
+    for part in manifest.parts:
+        partition.check_part(part)
     paths = [partition.part_path(part) for part in manifest.parts]
     return pl.concat([_scan(partition.store, path) for path in paths])
+
+
+def _scan_finished(partition: Partition) -> pl.LazyFrame | None:
+    """A partition's rows if it is finished, also where it is rewritten meanwhile."""
+    manifest = partition.manifest()
+    while manifest is not None and manifest.complete:
+        try:
+            return _scan_parts(partition, manifest)
+        except ValueError:
+            newer = partition.manifest()
+            if newer == manifest:
+                raise
+            manifest = newer
+    return None
 
 
 def scan_table(
@@ -49,14 +65,14 @@ def scan_table(
     ------
     FileNotFoundError
         If no partition of the table is finished.
+    ValueError
+        If a manifest or a part is damaged or missing; one line that names it.
     """
     store = Store(root, dataset, storage_options)
     frames = []
     for key in store.partition_keys(table):
-        partition = store.partition(table, key)
-        manifest = partition.manifest()
-        if manifest is not None and manifest.complete:
-            rows = _scan_parts(partition, manifest)
+        rows = _scan_finished(store.partition(table, key))
+        if rows is not None:
             frames.append(rows.with_columns(pl.lit(key).alias("partition")))
     if not frames:
         raise FileNotFoundError(

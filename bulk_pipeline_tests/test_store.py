@@ -311,7 +311,7 @@ def test_damaged_page_is_found(local: Partition) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", r"manifest\.json is not a manifest; move the folder away"),
+        (b"{", r"manifest\.json is not a manifest; materialise raw_dataset again"),
         (b'{"table": 1}', r"manifest\.json is not a manifest"),
         (
             b'{"schema_version": 99, "table": "t", "partition": "p"}',

@@ -142,6 +142,8 @@ def complete_partition(
         if not job.is_finished():
             job.finish()
         counts = writer.manifest.meta["status_counts"]
+    for problem in writer.lost:
+        log.warning("%s; the requests that it answered run again", problem)
     if writer.set_aside:
         log.warning("set aside files that were not as committed: %s", ", ".join(writer.set_aside))
     _check_error_rate(spec, key, sum(counts.get(s, 0) for s in _FAILED), job.num_requests)
@@ -161,6 +163,8 @@ def complete_partition(
             "completion_tokens": progress.completion_tokens,
             "tokens_per_second": progress.tokens_per_second if job.num_to_run else 0.0,
             "seconds": time.monotonic() - started,
+            **({"parts_lost": writer.lost} if writer.lost else {}),
+            **({"files_set_aside": writer.set_aside} if writer.set_aside else {}),
             **{f"status_{status}": count for status, count in sorted(counts.items())},
         },
     )

@@ -75,6 +75,7 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
         metadata={
             "input_rows": raw_manifest.num_rows,
             "completion_tokens": tokens,
+            **{f"path_{name}": f"{output.path}/output.{name}" for name in sorted(formats)},
             **{
                 f"status_{status}": count
                 for status, count in completions_manifest.meta["status_counts"].items()

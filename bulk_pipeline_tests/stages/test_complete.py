@@ -249,6 +249,32 @@ def test_a_cache_too_small_for_the_longest_prompt_is_refused_before_the_model_lo
         )
 
 
+@pytest.mark.parametrize("content", ["", "{", '{"table": 1}'])
+def test_a_damaged_manifest_costs_no_answer(spec, store, content):
+    write_prompts(store, [make_prompt(i) for i in range(5)])
+    complete(spec, store)
+    before = stable(read_rows(store, COMPLETIONS))
+    partition = store.partition(COMPLETIONS, KEY)
+    with open(f"{partition.path}/manifest.json", "w", encoding="utf-8") as file:
+        file.write(content)
+    report = complete_partition(spec, store, KEY, lambda: pytest.fail("model was loaded"), "model")
+    assert report.metadata["requests_reused"] == 5
+    assert len(report.metadata["files_set_aside"]) == 1
+    assert stable(read_rows(store, COMPLETIONS)) == before
+
+
+def test_a_lost_part_is_named(spec, store, caplog):
+    write_prompts(store, [make_prompt(i) for i in range(3)])
+    complete(spec, store)
+    partition = store.partition(COMPLETIONS, KEY)
+    (part,) = partition.complete_manifest().parts
+    partition.delete(part.name)
+    report = complete(spec, store)
+    assert report.metadata["requests_run"] == 3
+    assert report.metadata["parts_lost"] == [f"{partition.part_path(part)} is missing"]
+    assert "is missing; the requests that it answered run again" in caplog.text
+
+
 def test_missing_prompts_are_named(spec, store):
     with pytest.raises(ValueError, match="partition all of prompts is missing; materialise"):
         complete(spec, store)

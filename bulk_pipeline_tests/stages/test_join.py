@@ -1,5 +1,6 @@
 import csv
 import json
+from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
@@ -134,3 +135,22 @@ def test_scan_table_reads_all_partitions(spec, store, tmp_path):
     assert table.collect()["partition"].to_list() == [KEY] * 5
     with pytest.raises(FileNotFoundError, match="no finished partition; materialise other/output"):
         scan_table(spec.output.root, "other")
+
+
+def test_scan_table_names_what_is_damaged_and_leaves_out_strangers(spec, store):
+    join_partition(spec, store, KEY)
+    table_folder = f"{store.path}/{OUTPUT}"
+    (Path(table_folder) / ".DS_Store").write_text("x")
+    (Path(table_folder) / "not a key").mkdir()
+    assert scan_table(spec.output.root, spec.name).collect().height == 5
+    partition = store.partition(OUTPUT, KEY)
+    (part,) = partition.complete_manifest().parts
+    partition.delete(part.name)
+    with pytest.raises(ValueError, match=r"part-.*parquet is missing; materialise output again"):
+        scan_table(spec.output.root, spec.name)
+
+
+def test_the_report_says_where_the_other_formats_are(spec, store):
+    report = join_partition(spec, store, KEY)
+    for name in ("jsonl", "json", "csv"):
+        assert Path(report.metadata[f"path_{name}"]).is_file()
