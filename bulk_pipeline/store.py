@@ -524,6 +524,8 @@ class PartitionWriter:
                 schema.with_metadata(metadata),
                 compression="zstd",
                 write_page_checksum=True,
+                # Bounds of long texts would fill the footer, which a reader holds whole.
+                write_statistics=[f.name for f in schema if not pa.types.is_string(f.type)],
             ) as parquet,
         ):
             part_writer = PartWriter(parquet, schema, PIECE_ROWS if temporary else ROW_GROUP_ROWS)
