@@ -9,13 +9,14 @@ import click
 import dagster as dg
 import polars as pl
 
-from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
+from bulk_pipeline.automation import RANGE_TAGS, STATUS_TAG, SYNC_TAG, contiguous_ranges
 from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import scan_table
 
+CONSOLE = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 SHOWN = ("status", "completion_tokens", "completion")
 
@@ -43,11 +44,7 @@ def partitions() -> None:
 @click.argument("datasets", nargs=-1)
 def sync(module: str, datasets: Sequence[str]) -> None:
     """Register the sources' partitions with Dagster; of all datasets, or of those named."""
-    if not os.environ.get("DAGSTER_HOME"):
-        raise click.ClickException(
-            "DAGSTER_HOME is not set, so nothing would remember the partitions; set it to the "
-            "folder that holds dagster.yaml"
-        )
+    _need_home("nothing would remember the partitions")
     jobs = _tagged_jobs(module, SYNC_TAG)
     _check_names(datasets, jobs, module)
     problems = []
@@ -85,6 +82,44 @@ def status(module: str, datasets: Sequence[str]) -> None:
             click.echo(f"  {key}: {reason}")
         for key in state["removed"]:
             click.echo(f"  {key}: its source is gone, its results stay")
+
+
+@main.command()
+@module_option
+@click.option("--partition", "keys", multiple=True, help="A partition; may be given again.")
+@click.option("--redo", default="none", show_default=True, help="none, all, or statuses: a,b.")
+@click.argument("dataset")
+def run(module: str, keys: Sequence[str], redo: str, dataset: str) -> None:
+    """Run a dataset's four assets in this process; over all its partitions, or those named.
+
+    With --redo stored completions are made anew: all, or those of some statuses.
+    """
+    _need_home("nothing would remember the run")
+    definitions = _load_definitions(module)
+    jobs = _tagged_jobs(module, SYNC_TAG)
+    _check_names([dataset], jobs, module)
+    job = definitions.resolve_job_def(f"{dataset}_job")
+    config = {f"{dataset}__{COMPLETIONS}": {"config": {"redo": redo}}}
+    failed = []
+    with dg.DagsterInstance.get() as instance:
+        assert job.partitions_def is not None
+        registered = list(job.partitions_def.get_partition_keys(dynamic_partitions_store=instance))
+        missing = sorted(set(keys) - set(registered))
+        if missing or not registered:
+            raise click.ClickException(
+                f"--partition: {dataset} has no {', '.join(missing) or 'partitions'}; there are "
+                f"{', '.join(registered) or 'none: run partitions sync first'}"
+            )
+        for neighbours in contiguous_ranges(keys or registered, registered):
+            ends = (neighbours[0], neighbours[-1])
+            tags = dict(zip(RANGE_TAGS, ends, strict=True))
+            result = job.execute_in_process(
+                CONSOLE | {"ops": config}, instance, tags=tags, raise_on_error=False
+            )
+            if not result.success:
+                failed.append("...".join(ends))
+    if failed:
+        raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed; see above")
 
 
 @main.command()
@@ -189,6 +224,13 @@ def _tagged_jobs(module: str, tag: str) -> dict[str, dg.JobDefinition]:
     """The jobs that carry a tag, by its value: the dataset's name."""
     jobs = _load_definitions(module).resolve_all_job_defs()
     return {job.tags[tag]: job for job in jobs if tag in job.tags}
+
+
+def _need_home(without: str) -> None:
+    if not os.environ.get("DAGSTER_HOME"):
+        raise click.ClickException(
+            f"DAGSTER_HOME is not set, so {without}; set it to the folder that holds dagster.yaml"
+        )
 
 
 def _load_definitions(module: str) -> dg.Definitions:
