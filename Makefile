@@ -38,7 +38,7 @@ lint: $(VENV)/.installed  ## Check format, style and types
 	$(BIN)/mypy
 
 dev: ready  ## Start Dagster's UI on http://localhost:3000
-	$(BIN)/bulk-pipeline partitions sync
+	-$(BIN)/bulk-pipeline partitions sync
 	$(BIN)/dagster dev
 
 soak: $(VENV)/.installed  ## Kill the stages fifty times at random moments (benchmarks/soak.md)
