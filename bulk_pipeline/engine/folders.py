@@ -28,8 +28,6 @@ MROPE_ARCHITECTURES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditio
 
 HALF_BYTES = 2  # of a float16, in which a GPU holds whatever is not quantised
 FLOATS = ("F64", "F32", "F16", "BF16")
-BYTES_OF = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
-GPTQ_WORD_BITS = 32
 # Bytes that exllamav2 stores for an element of a key and of a value, without scales.
 CACHE_BYTES = {"fp16": (2.0, 2.0), "q8": (1.0, 1.0), "q6": (1.0, 0.5), "q4": (0.5, 0.5)}
 CACHE_BLOCK = 32  # elements of a quantised cache that share a float16 scale

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from bulk_pipeline.engine.request import Status
+from bulk_pipeline.engine.request import Status, serves
 from bulk_pipeline.stages.wanted import WantedRequests, key_halves, row_hashes
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -23,6 +23,7 @@ from bulk_pipeline.store import (
 MAX_ATTEMPTS = 3  # an error is unfinished work until it has failed this often
 READ_ROWS = 8192
 ALL = "all"
+ANSWERS = frozenset({Status.STOP, Status.LOOP, Status.LENGTH})
 
 # What is stored for a request, a bit each.
 ANSWERED = 1
@@ -131,24 +132,20 @@ class StoredAnswers:
         if not len(places):
             return
         statuses = run.column("status").to_pylist()
-        by_itself, cut_off, to_redo = (
-            np.array([is_so(status) for status in statuses], bool)[places]
-            for is_so in (
-                lambda status: status in (Status.STOP, Status.LOOP),
-                lambda status: status == Status.LENGTH,
-                lambda status: redo is not None and redo.covers(name, status),
-            )
-        )
-        limits = self._wanted.limits[numbers]
-        serves = (by_itself & (run.column("completion_tokens").to_numpy()[places] <= limits)) | (
-            cut_off & (run.column("max_new_tokens").to_numpy()[places] == limits)
-        )
-        failed = ~(by_itself | cut_off | to_redo) & (self.found[numbers] & ANSWERED == 0)
+        is_answer: np.ndarray = np.array([status in ANSWERS for status in statuses], bool)[places]
+        to_redo: np.ndarray = np.array(
+            [redo is not None and redo.covers(name, status) for status in statuses], bool
+        )[places]
+        stored = run.select(["status", "completion_tokens", "max_new_tokens"]).take(places)
+        limits = self._wanted.limits[numbers].tolist()
+        answers = zip(*(column.to_pylist() for column in stored.columns), limits, strict=True)
+        serving: np.ndarray = np.array([serves(*answer) for answer in answers], bool)
+        failed = ~(is_answer | to_redo) & (self.found[numbers] & ANSWERED == 0)
         attempts = np.minimum(run.column("attempts").to_numpy()[places], 255)
         self.found[numbers[to_redo]] |= TO_REDO
-        self.found[numbers[(by_itself | cut_off) & ~serves & ~to_redo]] |= OTHER_LIMIT
+        self.found[numbers[is_answer & ~serving & ~to_redo]] |= OTHER_LIMIT
         self.attempts[numbers[failed]] = attempts[failed]
-        for is_kind, bit in ((failed, FAILED), (serves & ~to_redo, ANSWERED)):
+        for is_kind, bit in ((failed, FAILED), (serving & ~to_redo, ANSWERED)):
             self.found[numbers[is_kind]] |= bit
             self.part[numbers[is_kind]] = part
             self.offset[numbers[is_kind]] = offsets[places[is_kind]]
