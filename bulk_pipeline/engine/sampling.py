@@ -4,10 +4,11 @@ Row i depends on row i alone: its logits, its settings, its seed and its positio
 batch around it. The random numbers are the same on every device.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
+import numpy as np
 import torch
 
 from bulk_pipeline.engine.request import SamplingParams
@@ -15,6 +16,9 @@ from bulk_pipeline.engine.request import SamplingParams
 GAMMA = 0x9E3779B97F4A7C15  # splitmix64's constants
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+# columns of SettingsTable: integers, then floats
+SEED, TOP_K, MIN_NEW, ENDS, TEMPERATURE, TOP_P, LOG_MIN_P = range(7)
+NUM_COLUMNS = 7
 TOP_P_PREFIX = 1024  # most rows reach top_p within so many tokens; more need a full sort
 
 
@@ -54,49 +58,186 @@ class SamplingBatch:
     end_ids: torch.Tensor | None = None
     max_top_k: int = 0
 
-    @classmethod
+    @staticmethod
     def from_params(
-        cls,
         params: Sequence[SamplingParams],
         vocab_size: int,
         device: torch.device | str = "cpu",
-    ) -> Self:
+    ) -> "SamplingBatch":
         """Gather the settings of the rows of a batch."""
+        table = SettingsTable(len(params), vocab_size)
+        for slot, row_params in enumerate(params):
+            table.set(slot, row_params)
+        return table.batch(np.arange(len(params)), torch.device(device))
 
-        def floats(values: list[float], off: float) -> torch.Tensor | None:
-            if all(value == off for value in values):
-                return None
-            return torch.tensor(values, dtype=torch.float64, device=device)
 
-        def integers(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+class SettingsTable:
+    """Settings of the rows in generation, by slot, on the host.
 
-        seed = integers([_to_int64(p.seed) for p in params])
-        greedy = [p.is_greedy for p in params]
-        min_new, end_ids = _held_back(params, vocab_size)
-        held = any(min_new)
-        batch = cls(
-            seed=seed,
-            min_new_tokens=integers(min_new) if held else None,
-            end_ids=torch.tensor(end_ids, device=device) if held else None,
+    Attributes
+    ----------
+    integers, floats
+        [columns, slots], two views of the same memory; a column is one of either kind.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self.integers = np.zeros((NUM_COLUMNS, num_slots), np.int64)
+        self.floats = self.integers.view(np.float64)
+        self.ends = SharedLists(num_slots)
+        self._vocab_size = vocab_size
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Give a slot the settings of a row."""
+        integers, floats, off = self.integers, self.floats, params.is_greedy
+        ends = [(i, -math.inf) for i in params.stop_token_ids if 0 <= i < self._vocab_size]
+        has_top_k = not off and 0 < params.top_k < self._vocab_size
+        integers[SEED, slot] = _to_int64(params.seed)
+        integers[TOP_K, slot] = params.top_k if has_top_k else self._vocab_size
+        integers[MIN_NEW, slot] = params.min_new_tokens if ends else 0
+        integers[ENDS, slot] = self.ends.set(slot, tuple(ends) if params.min_new_tokens else ())
+        floats[TEMPERATURE, slot] = 0.0 if off else params.temperature
+        floats[TOP_P, slot] = 1.0 if off else params.top_p
+        floats[LOG_MIN_P, slot] = -math.inf if off or not params.min_p else math.log(params.min_p)
+
+    def batch(self, slots: np.ndarray, device: torch.device) -> SamplingBatch:
+        """Gather the settings of these slots, in this order, on `device`."""
+        integers, floats = self.integers[:, slots], self.floats[:, slots]
+
+        def column(values: np.ndarray, is_used: bool | np.bool_ = True) -> torch.Tensor | None:
+            return upload(values, device) if is_used else None
+
+        is_greedy = floats[TEMPERATURE] == 0
+        top_k, top_p, log_min_p = integers[TOP_K], floats[TOP_P], floats[LOG_MIN_P]
+        has_top_k = top_k < self._vocab_size
+        is_held = integers[MIN_NEW].any()
+        is_sampled = not is_greedy.all()
+        return SamplingBatch(
+            seed=upload(integers[SEED], device),
+            temperature=column(np.where(is_greedy, 1.0, floats[TEMPERATURE]), is_sampled),
+            is_greedy=column(is_greedy, is_sampled and is_greedy.any()),
+            top_k=column(top_k, has_top_k.any()),
+            top_p=column(top_p, (top_p < 1).any()),
+            log_min_p=column(log_min_p, (log_min_p > -math.inf).any()),
+            min_new_tokens=column(integers[MIN_NEW], is_held),
+            end_ids=column(self.ends.ids[integers[ENDS]], is_held),
+            max_top_k=int(top_k[has_top_k].max(initial=0)),
         )
-        if all(greedy):
-            return batch
-        top_k = [0 if p.is_greedy or p.top_k >= vocab_size else p.top_k for p in params]
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        min_p = [0.0 if p.is_greedy else p.min_p for p in params]
-        log_min_p = floats(min_p, 0.0)
-        return cls(
-            seed=seed,
-            temperature=torch.tensor(temperatures, dtype=torch.float64, device=device),
-            is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            top_k=integers([k or vocab_size for k in top_k]) if any(top_k) else None,
-            top_p=floats([1.0 if p.is_greedy else p.top_p for p in params], 1.0),
-            log_min_p=None if log_min_p is None else log_min_p.log(),
-            min_new_tokens=batch.min_new_tokens,
-            end_ids=batch.end_ids,
-            max_top_k=max(top_k),
-        )
+
+
+class SharedLists:
+    """Lists of (token id, number), one a slot, of which equal ones are kept once.
+
+    Attributes
+    ----------
+    ids, numbers
+        [places, width]: the lists, one a place, padded with repetitions of their first id, with
+        0 as their number; the empty list is id 0 with number 0.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.ids = np.zeros((1, 1), np.int64)
+        self.numbers = np.zeros((1, 1), np.float32)
+        self._place_of: dict[tuple[tuple[int, float], ...], int] = {(): 0}
+        self._items: list[tuple[tuple[int, float], ...]] = [()]
+        self._uses = [num_slots]
+        self._free: list[int] = []
+        self._place_by_slot = [0] * num_slots
+
+    def set(self, slot: int, items: tuple[tuple[int, float], ...]) -> int:
+        """Give a slot its list in place of its last one; return the list's place."""
+        place = self._place_of.get(items)
+        if place is None:
+            place = self._place_of[items] = self._new_place(items)
+        self._uses[place] += 1
+        self._drop(self._place_by_slot[slot])
+        self._place_by_slot[slot] = place
+        return place
+
+    def _new_place(self, items: tuple[tuple[int, float], ...]) -> int:
+        if not self._free:
+            self._free.append(len(self._items))
+            self._items.append(())
+            self._uses.append(0)
+        place = self._free.pop()
+        self._items[place] = items
+        rows, width = self.ids.shape
+        if place >= rows or len(items) > width:
+            more = ((0, max(rows, place + 1 - rows)), (0, max(0, len(items) - width)))
+            self.ids, self.numbers = np.pad(self.ids, more, "edge"), np.pad(self.numbers, more)
+        self.ids[place] = items[0][0]
+        self.numbers[place] = 0
+        self.ids[place, : len(items)] = [token for token, _ in items]
+        self.numbers[place, : len(items)] = [number for _, number in items]
+        return place
+
+    def _drop(self, place: int) -> None:
+        self._uses[place] -= 1
+        if place and not self._uses[place]:  # the empty list stays
+            del self._place_of[self._items[place]]
+            self._items[place] = ()
+            self._free.append(place)
+
+
+class Sampler:
+    """Samples the rows in generation, of which each keeps a slot for its life.
+
+    Parameters
+    ----------
+    num_slots
+        Most rows at once.
+    device
+        Where the logits are.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._table = SettingsTable(num_slots, vocab_size)
+        self._device = device
+        self._slots = np.zeros(0, np.int64)
+        self._batch: SamplingBatch | None = None
+
+    def add(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        generated_ids: Sequence[int] = (),
+    ) -> None:
+        """Let a row enter a slot; `generated_ids` are what it generated before it left one."""
+        self._table.set(slot, params)
+        self._batch = None
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        slots_on_device: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw one token id a row.
+
+        Parameters
+        ----------
+        logits
+            [rows, vocabulary].
+        slots, slots_on_device
+            int64 [rows]: the slot of each row.
+        positions
+            int64 [rows], on the device: how many tokens the row has generated before this one.
+
+        Returns
+        -------
+        int64 [rows], on the device
+        """
+        if self._batch is None or not np.array_equal(slots, self._slots):
+            self._slots, self._batch = slots.copy(), self._table.batch(slots, self._device)
+        return sample(logits, self._batch, positions)
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to a device without waiting for it."""
+    if device.type != "cuda":
+        return torch.tensor(values, device=device)
+    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> torch.Tensor:
@@ -174,14 +315,6 @@ def _to_int64(value: int) -> int:
     """The signed integer with the bits of an unsigned 64-bit one."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _held_back(params: Sequence[SamplingParams], vocab_size: int) -> tuple[list[int], list[list]]:
-    """Return each row's min_new_tokens and end tokens, these padded to equal length."""
-    ends = [[i for i in p.stop_token_ids if 0 <= i < vocab_size] for p in params]
-    min_new = [p.min_new_tokens if ids else 0 for p, ids in zip(params, ends, strict=True)]
-    width = max(1, *map(len, ends)) if ends else 1
-    return min_new, [(ids or [0]) + (ids or [0])[-1:] * (width - len(ids or [0])) for ids in ends]
 
 
 def _hold_back_end_tokens(

@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,9 @@ from bulk_pipeline.engine.sampling import (
     MIX_1,
     MIX_2,
     TOP_P_PREFIX,
+    Sampler,
     SamplingBatch,
+    SharedLists,
     draw,
     sample,
     uniform,
@@ -218,3 +222,59 @@ def test_a_row_does_not_depend_on_its_batch(params, logit_seed, data):
     alone = [sample_rows(logits[i : i + 1], [params[i]], [positions[i]])[0] for i in range(rows)]
     assert together == alone
     assert [together[i] for i in order] == shuffled
+
+
+def sampler_sample(sampler, logits, slots, positions=None):
+    slots = np.array(slots)
+    positions = torch.zeros(len(slots), dtype=torch.int64) if positions is None else positions
+    return sampler.sample(logits, slots, torch.from_numpy(slots), positions).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(params_strategy, min_size=1, max_size=12), st.integers(0, 2**31), st.data())
+def test_slots_sample_as_a_batch_does(params, logit_seed, data):
+    """Rows come and go in four slots; each is sampled by its own settings at every step."""
+    sampler = Sampler(4, 50, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(logit_seed)
+    held = {}
+    for row in params:
+        slot = data.draw(st.integers(0, 3))
+        sampler.add(slot, row, [1, 2])
+        held[slot] = row
+        slots = data.draw(st.permutations(sorted(held)))
+        slots = slots[: data.draw(st.integers(1, len(slots)))]
+        logits = torch.randn(len(slots), 50, generator=generator) * 3
+        positions = torch.arange(len(slots))
+        batch = SamplingBatch.from_params([held[s] for s in slots], 50)
+        expected = sample(logits, batch, positions).tolist()
+        assert sampler_sample(sampler, logits, slots, positions) == expected
+
+
+def test_a_row_that_enters_a_slot_replaces_its_settings():
+    sampler = Sampler(2, 3, torch.device("cpu"))
+    logits = torch.tensor([[1.0, 0.0, 5.0]])
+    held = SamplingParams(0.0, min_new_tokens=5, stop_token_ids=(2,))
+    sampler.add(1, held, [])
+    assert sampler_sample(sampler, logits, [1]) == [0]
+    sampler.add(1, replace(held, min_new_tokens=0), [])
+    assert sampler_sample(sampler, logits, [1]) == [2]
+
+
+class TestSharedLists:
+    @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=40))
+    def test_hold_what_was_set(self, changes):
+        lists, expected = SharedLists(3), {}
+        for slot, size in changes:
+            items = tuple((token, token / 8) for token in range(size, 3 * size))
+            expected[slot] = (lists.set(slot, items), items)
+            for place, wanted in expected.values():
+                found = dict.fromkeys(lists.ids[place].tolist(), 0.0)
+                for token, number in zip(lists.ids[place], lists.numbers[place], strict=True):
+                    found[int(token)] += float(number)
+                assert found == (dict(wanted) or {0: 0.0})
+        assert len(lists.ids) <= 8  # one a slot, the empty one, one while they change; doubling
+
+    def test_equal_lists_are_held_once(self):
+        lists = SharedLists(100)
+        assert {lists.set(slot, ((7, 1.0),)) for slot in range(100)} == {1}
+        assert lists.ids.shape == (2, 1)
