@@ -162,7 +162,7 @@ class SharedLists:
         self._items[place] = items
         rows, width = self.ids.shape
         if place >= rows or len(items) > width:
-            more = ((0, max(rows, place + 1 - rows)), (0, max(0, len(items) - width)))
+            more = ((0, rows if place >= rows else 0), (0, max(0, len(items) - width)))
             self.ids, self.numbers = np.pad(self.ids, more, "edge"), np.pad(self.numbers, more)
         self.ids[place] = items[0][0]
         self.numbers[place] = 0
