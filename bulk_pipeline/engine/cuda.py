@@ -32,6 +32,7 @@ from bulk_pipeline.engine.folders import (
     check_quantization,
     readable_by_exllamav2,
 )
+from bulk_pipeline.engine.forward import ChunkForward
 from bulk_pipeline.engine.memory import (
     GIB,
     cache_margin,
@@ -163,6 +164,33 @@ def load_cuda_model(
     report.free = {i: torch.cuda.mem_get_info(i)[0] for i in report.weights}
     made = CudaModel(model, folder.name, quantization, attention_name, max_seq_len)
     return made, cache, report
+
+
+def paged_model(model: CudaModel, cache: Any) -> ChunkForward:
+    """Bind a loaded model to its cache, for the scheduler."""
+    exllamav2 = model.exllamav2
+    is_split = bool(exllamav2.tp_context)
+    index = 0 if is_split else exllamav2.modules[-1].device_idx
+    if not is_split:
+        _put_embedding_on_gpu(exllamav2)
+    return ChunkForward(
+        model,
+        cache,
+        torch.device("cuda", index),
+        max_tokens=model.config.max_input_len,
+        max_positions=model.config.max_seq_len,
+        max_rows=model.config.max_input_len,
+        takes_host_ids=is_split,
+        stream=exllamav2.get_device_context(index).stream,
+    )
+
+
+def _put_embedding_on_gpu(model: ExLlamaV2) -> None:
+    """Move it to the first layer's GPU: on the host it would need each step's ids there."""
+    weight = model.modules[0].embedding.weight
+    device = torch.device("cuda", model.modules[1].device_idx)
+    on_gpu = torch.nn.Parameter(weight.to(device), requires_grad=False)
+    model.modules[0].embedding.weight = on_gpu
 
 
 def use_attention() -> str:

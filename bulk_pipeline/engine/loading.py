@@ -7,6 +7,7 @@ imported only once the device is known, because exllamav2's compiled module depe
 import gc
 import importlib
 import logging
+from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 if TYPE_CHECKING:
     from bulk_pipeline.engine.cpu import CpuModel
     from bulk_pipeline.engine.generator import BulkGenerator
+    from bulk_pipeline.engine.scheduler import PagedModel
 
 AUTO_TOKENS_PER_REQUEST = 1024  # of cache, for each request of a full batch
 AUTO_MEMORY_SHARE = 0.25  # of the memory that is free, at most, for an automatic cache
@@ -69,15 +71,16 @@ def settings_fingerprint(settings: GeneratorSettings) -> str:
 
 def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
     _check_compiled_module()
-    from bulk_pipeline.engine.cuda import load_cuda_model
-    from bulk_pipeline.engine.generator import BulkGenerator
+    from bulk_pipeline.engine.cuda import load_cuda_model, paged_model
 
     folder = _model_folder(settings.model, settings.revision)
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
     rows = settings.max_batch_size * (num_draft + 1)
     tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
-    draft = draft_cache = None
-    model, cache, report = load_cuda_model(settings, folder, rows=rows, cache_tokens=tokens)
+    model, cache, report = load_cuda_model(
+        settings, folder, rows=rows, cache_tokens=tokens and tokens + _scratch_tokens(settings)
+    )
+    models, caches = [model], [cache]
     if settings.draft_model is not None:
         draft_folder = _model_folder(settings.draft_model, None)
         draft, draft_cache, draft_report = load_cuda_model(
@@ -85,30 +88,82 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
         )
         check_draft(draft.config.vocab_size, model.config.vocab_size, draft_folder.name)
         logger.info("draft model %s: %s", draft_folder.name, draft_report)
-    generator = BulkGenerator(
-        model,
-        cache,
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
-        max_batch_size=settings.max_batch_size,
-        max_seq_len=model.max_seq_len,
-        max_chunk_size=settings.max_chunk_size,
-        draft_model=draft,
-        draft_cache=draft_cache,
-        num_draft_tokens=settings.num_draft_tokens,
-        provenance=_provenance(
-            settings,
-            folder,
-            cache.max_seq_len,
-            device=torch.cuda.get_device_name(),
-            quantization=model.quantization,
-            attention=model.attention,
-        ),
+        models.append(draft)
+        caches.append(draft_cache)
+    generator = _make_generator(
+        settings,
+        folder,
+        models,
+        caches,
+        paged_model(model, cache),
+        model.max_seq_len,
+        device=torch.cuda.get_device_name(),
+        quantization=model.quantization,
+        attention=model.attention,
     )
     logger.info(
         "loaded %s (%s, attention by %s): %s", folder.name, model.quantization,
         model.attention, report,
     )  # fmt: skip
     return generator
+
+
+def _make_generator(
+    settings: GeneratorSettings,
+    folder: Path,
+    models: Sequence[Any],
+    caches: Sequence[Any],
+    forward: "PagedModel",
+    max_seq_len: int,
+    **found: str,
+) -> "BulkGenerator":
+    """Put a generator together: one scheduler, or exllamav2's where there is a draft model."""
+    from bulk_pipeline.engine.drafting import DraftingLoop
+    from bulk_pipeline.engine.generator import BulkGenerator
+    from bulk_pipeline.engine.scheduler import Row, Scheduler, Stats
+
+    usable = caches[0].max_seq_len - _scratch_tokens(settings)
+    num_draft = settings.num_draft_tokens if settings.draft_model else 0
+    max_seq_len = min(max_seq_len, usable - num_draft)
+
+    def make_loop(stats: Stats, on_finish: Callable[[Row], None]) -> DraftingLoop | Scheduler:
+        if settings.draft_model:
+            return DraftingLoop(
+                models[0],
+                caches[0],
+                draft_model=models[1],
+                draft_cache=caches[1],
+                num_draft_tokens=num_draft,
+                max_batch_size=settings.max_batch_size,
+                max_chunk_size=settings.max_chunk_size,
+                stats=stats,
+                on_finish=on_finish,
+            )
+        return Scheduler(
+            forward,
+            caches[0].all_tensors(),
+            caches[0].max_seq_len // PAGE_TOKENS,
+            max_batch_size=settings.max_batch_size,
+            max_seq_len=max_seq_len,
+            max_chunk_size=settings.max_chunk_size,
+            stats=stats,
+            on_finish=on_finish,
+        )
+
+    return BulkGenerator(
+        make_loop,
+        models,
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
+        vocab_size=int(models[0].config.vocab_size),
+        max_batch_size=settings.max_batch_size,
+        max_seq_len=max_seq_len,
+        provenance=_provenance(settings, folder, usable, **found),
+    )
+
+
+def _scratch_tokens(settings: GeneratorSettings) -> int:
+    """Tokens of the cache that no row gets: the scheduler's scratch page."""
+    return 0 if settings.draft_model else PAGE_TOKENS
 
 
 def _provenance(
@@ -175,26 +230,26 @@ def check_extension() -> str:
 def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
     install_stand_in()
     from bulk_pipeline.engine.cpu import PagedCache, load_cpu_model
-    from bulk_pipeline.engine.generator import BulkGenerator
+    from bulk_pipeline.engine.forward import ChunkForward
 
     folder = _model_folder(settings.model, settings.revision)
     model = load_cpu_model(folder, settings.dtype, settings.max_seq_len)
     draft = _load_draft(settings, model) if settings.draft_model else None
     tokens = _cache_tokens(settings, model, draft)
-    generator = BulkGenerator(
+    models = [model, draft] if draft else [model]
+    caches = [PagedCache(m, tokens + _scratch_tokens(settings)) for m in models]
+    forward = ChunkForward(
         model,
-        PagedCache(model, tokens),
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
-        max_batch_size=settings.max_batch_size,
-        max_seq_len=model.config.max_seq_len,
-        max_chunk_size=settings.max_chunk_size,
-        draft_model=draft,
-        draft_cache=PagedCache(draft, tokens) if draft else None,
-        num_draft_tokens=settings.num_draft_tokens,
-        provenance=_provenance(
-            settings, folder, tokens, device="cpu", quantization=settings.dtype, attention="torch"
-        ),
+        caches[0],
+        model.device,
+        max_tokens=settings.max_chunk_size,
+        max_positions=model.config.max_seq_len,
+        max_rows=1,  # a CPU is busy with one; padding would only add to it
     )
+    generator = _make_generator(
+        settings, folder, models, caches, forward, model.config.max_seq_len,
+        device="cpu", quantization=settings.dtype, attention="torch",
+    )  # fmt: skip
     logger.info(
         "loaded %s on cpu in %s: cache of %d tokens, sequences of at most %d, batches of %d",
         folder.name,

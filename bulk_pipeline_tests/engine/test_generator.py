@@ -162,11 +162,13 @@ class TestStream:
         model.forward_chunk = forward
         assert run_one(generator, [5, 6], max_new_tokens=8).token_ids == expected
 
-    def test_what_finished_in_a_failing_step_is_not_lost(self, generator, monkeypatch):
+    def test_what_finished_in_a_failing_step_is_not_lost(self, toy_float64, monkeypatch):
+        generator = make_generator(toy_float64, draft_model=str(toy_float64))
+
         def fail():
             raise RuntimeError("defragmentation failed")
 
-        monkeypatch.setattr(generator._generator, "defrag_cache", fail)
+        monkeypatch.setattr(generator._loop.generator, "defrag_cache", fail)
         run = generator.run([Request("last", [5], make_params(max_new_tokens=2))])
         assert next(run).request_id == "last"
         with pytest.raises(RuntimeError, match="defragmentation failed"):
@@ -311,14 +313,50 @@ def test_answers_depend_on_the_request_alone(toy_float64, seed):
     requests = mixed_requests(seed)
     single, alone = make_generator(toy_float64, max_batch_size=1), {}
     for request in requests:
-        single._generator.reset_page_table()  # each without history
+        single._loop.forget()  # each without history
         alone |= answers(single, [request])
-    for batch, cache_tokens in ((7, 1280), (3, 2048)):
+    for batch, cache_tokens, steps_ahead in ((7, 1280, 0), (7, 1280, 1), (3, 2048, 2)):
         generator = make_generator(toy_float64, max_batch_size=batch, cache_tokens=cache_tokens)
+        generator._loop._ahead = steps_ahead
         for shuffle_seed in range(2):
             order = random.Random(shuffle_seed).sample(requests, len(requests))
             assert answers(generator, order) == alone
         assert generator.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_rows_that_give_their_pages_away_lose_nothing(toy_float64, steps_ahead):
+    """Pages are taken as rows grow; where none is free, the row that came last waits again."""
+    requests = [
+        Request(
+            i,
+            make_ids(200 + 17 * i, i),
+            make_params(temperature=i % 2, seed=i, max_new_tokens=600, stop=("never there",)),
+        )
+        for i in range(6)
+    ]
+    expected = answers(make_generator(toy_float64, max_batch_size=1), requests)
+    small = make_generator(toy_float64, max_batch_size=6, cache_tokens=1280)
+    small._loop._ahead = steps_ahead
+    assert answers(small, requests) == expected
+    assert small.stats.preemptions > 0
+    assert small._loop.pages.num_free == 5
+
+
+def test_long_prompts_are_read_in_chunks_while_others_generate(toy_float64):
+    generator = make_generator(toy_float64, max_batch_size=2, cache_tokens=4096)
+    limits = [30, 1, 1, 1]
+    requests = [
+        Request(i, make_ids(5, i), make_params(max_new_tokens=n)) for i, n in enumerate(limits)
+    ]
+    requests.append(Request("long", make_ids(1500, 1), make_params(max_new_tokens=2)))
+    passes = []
+    finished = [c.request_id for c in generator.run(requests, on_step=lambda: passes.append(1))]
+    assert finished[-2:] == ["long", 0]
+    assert generator.stats.steps == len(passes) == 30  # the row of 30 tokens never waited
+    alone = run_one(make_generator(toy_float64, max_chunk_size=2048), make_ids(1500, 1))
+    again = run_one(generator, make_ids(1500, 1))
+    assert again.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["the same model", "another model"])

@@ -1,0 +1,129 @@
+"""exllamav2's forward pass for the scheduler, and the CPU model's, which takes the same call."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from exllamav2.attn_params import PagedParams
+
+from bulk_pipeline.spec import PAGE_TOKENS
+
+MAX_PADDING = 1.125  # tokens of a padded pass, for each of the rows' own
+
+
+class ChunkForward:
+    """A model with exllamav2's `forward_chunk`, bound to its cache: a `PagedModel`.
+
+    Parameters
+    ----------
+    max_tokens
+        Most tokens of a pass, padding included.
+    max_positions
+        Positions that the model knows.
+    max_rows
+        Most rows of a pass over prompts; 1 where padding costs more than it saves.
+    takes_host_ids
+        Whether the token ids must be on the host.
+    stream
+        The CUDA stream that the model runs on.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_positions: int,
+        max_rows: int,
+        takes_host_ids: bool = False,
+        stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        self.device = device
+        self.vocab_size = int(model.config.vocab_size)
+        self.stream = stream
+        self._model, self._cache = model, cache
+        self._max_tokens, self._max_positions, self._max_rows = max_tokens, max_positions, max_rows
+        self._takes_host_ids = takes_host_ids
+
+    def prefill(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        block_table: np.ndarray,
+    ) -> None:
+        """Store keys and values, in passes over rows of similar length, padded to the longest."""
+        ends = counts.cumsum()
+        for rows in self._passes(starts, counts):
+            width = int(counts[rows].max())
+            ids = np.zeros((len(rows), width), np.int64)
+            for line, row in zip(ids, rows, strict=True):
+                line[: counts[row]] = token_ids[ends[row] - counts[row] : ends[row]]
+            num_pages = -(-int(starts[rows].max() + width) // PAGE_TOKENS)
+            # what padding writes past a row's pages goes to the scratch page
+            table = np.zeros((len(rows), num_pages), np.int32)
+            known = min(num_pages, block_table.shape[1])
+            table[:, :known] = block_table[rows, :known]
+            lengths = torch.from_numpy(starts[rows])
+            self._run(torch.from_numpy(ids), lengths, torch.from_numpy(table), preprocess_only=True)
+
+    def decode(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        max_length: int,
+    ) -> torch.Tensor:
+        """Run one new token of each row; return logits [rows, vocab_size]."""
+        ids = token_ids.cpu() if self._takes_host_ids else token_ids
+        table = block_table[:, : -(-max_length // PAGE_TOKENS)].contiguous()
+        output = self._run(ids[:, None], lengths, table, max_length=max_length)
+        logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
+        return logits.to(self.device)
+
+    def _passes(self, starts: np.ndarray, counts: np.ndarray) -> list[list[int]]:
+        """Group neighbours of similar length; the order stays, because rows may share pages."""
+        passes: list[list[int]] = []
+        rows: list[int] = []
+        width = own = 0
+        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            fits = (
+                0 < len(rows) < self._max_rows
+                and count <= width
+                and (len(rows) + 1) * width <= min(self._max_tokens, MAX_PADDING * (own + count))
+                and start + width <= self._max_positions
+            )
+            if not fits:
+                passes.append(rows := [])
+                width, own = count, 0
+            rows.append(row)
+            own += count
+        return passes
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+        *,
+        max_length: int | None = None,
+        preprocess_only: bool = False,
+    ) -> Any:
+        # the constructor insists on host tensors; what it holds may be anywhere
+        params = PagedParams(
+            len(ids),
+            torch.zeros((2, 1), dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+            int(lengths.max()) if max_length is None else max_length - 1,
+            PAGE_TOKENS,
+            ids.shape[1],
+        )
+        params.block_index, params.cache_seqlens = table, lengths
+        return self._model.forward_chunk(
+            input_ids=ids,
+            attn_params=params,
+            cache=self._cache,
+            preprocess_only=preprocess_only,
+        )

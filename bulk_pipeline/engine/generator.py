@@ -1,0 +1,275 @@
+"""Requests in, completions out.
+
+Every request gives exactly one completion, in the order in which they finish. Text is decoded
+once, from all token ids of a completion.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
+from bulk_pipeline.engine.request import Completion, Request, Status
+from bulk_pipeline.engine.scheduler import Row, Stats
+
+QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order
+REPLACEMENT = "\ufffd"
+TAIL_SLACK_TOKENS = 8  # decoded before a possible stop string; the first may decode differently
+
+
+class Loop(Protocol):
+    """What runs rows: `Scheduler`, or `DraftingLoop` where there is a draft model."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have not ended, waiting ones included."""
+
+    def enqueue(self, rows: Iterable[Row]) -> None:
+        """Let rows wait for their turn."""
+
+    def step(self) -> None:
+        """Go one step on with all rows that run."""
+
+    def forget(self) -> None:
+        """Drop all rows and the content of all pages."""
+
+
+class Decoder(Protocol):
+    """The part of a transformers tokenizer that turns ids into text."""
+
+    all_special_ids: list[int]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`."""
+
+
+class BulkGenerator:
+    """Runs any number of requests through one model, a bounded number of them at once.
+
+    Parameters
+    ----------
+    make_loop
+        Makes what runs the rows, given the counters and what to call with a row that ended.
+    models
+        The model, and the draft model if there is one; closed with the generator.
+    decoder
+        The model's transformers tokenizer.
+    vocab_size
+        Token ids are below this.
+    max_batch_size
+        Most requests in generation at once.
+    max_seq_len
+        Most tokens of a prompt and its completion together.
+    provenance
+        What is recorded with every completion: model, versions, settings.
+
+    Attributes
+    ----------
+    stats
+        Counters since the generator was made.
+    max_batch_size, max_seq_len, provenance
+        As given.
+    """
+
+    def __init__(
+        self,
+        make_loop: Callable[[Stats, Callable[[Row], None]], Loop],
+        models: Sequence[Any],
+        decoder: Decoder,
+        *,
+        vocab_size: int,
+        max_batch_size: int,
+        max_seq_len: int,
+        provenance: dict[str, Any] | None = None,
+    ) -> None:
+        self.stats = Stats()
+        self.provenance = provenance or {}
+        self.max_batch_size = max_batch_size
+        self.max_seq_len = max_seq_len
+        self._vocab_size = vocab_size
+        self._models = list(models)
+        self._decoder = decoder
+        self._special_ids = _special_ids(decoder)
+        self._finished: deque[Completion] = deque()
+        self._running = False
+        self._loop: Loop | None = make_loop(self.stats, self._finish)
+
+    def run(
+        self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
+    ) -> Iterator[Completion]:
+        """Complete `requests`, read as they are needed; yield completions as they finish.
+
+        `on_step` is called after each step of the model, also where nothing finished.
+
+        A request that cannot run (no ids, an id that the model does not know, too long) is a
+        completion with that status. Closing the iterator drops the requests in generation. An
+        error inside the model is raised after everything that finished before it was yielded;
+        the generator can then be used again.
+        """
+        if self._loop is None:
+            raise RuntimeError("the generator was closed; load it again")
+        if self._running:
+            raise RuntimeError("the generator runs already; finish or close that iterator first")
+        self._running = True
+        waiting = iter(requests)
+        try:
+            while self._feed(waiting) or self._finished:
+                yield from self._take_finished()
+                try:
+                    self._step()
+                except Exception:
+                    yield from self._take_finished()
+                    raise
+                yield from self._take_finished()
+                if on_step is not None:
+                    on_step()
+        finally:
+            self._running = False
+            self._finished.clear()
+            if self._loop is not None and self._loop.num_rows:
+                self._loop.forget()
+
+    def close(self) -> None:
+        """Free the model and the cache; the generator cannot be used afterwards."""
+        self._loop = None
+        for model in self._models:
+            close = getattr(model, "close", None) or getattr(model, "unload", None)
+            if close is not None:
+                close()
+        self._models.clear()
+
+    def _feed(self, waiting: Iterator[Request]) -> bool:
+        """Fill the queue up to its bound; say whether there is anything to generate."""
+        assert self._loop is not None
+        room = QUEUED_BATCHES * self.max_batch_size - self._loop.num_rows
+        if room > self.max_batch_size // 2:  # so many that putting them in order is of use
+            rows = []
+            for request in islice(waiting, room):
+                refused = self._refuse(request)
+                if refused is not None:
+                    self._finished.append(refused)
+                else:
+                    rows.append(self._row(request))
+            self._loop.enqueue(rows)
+        return bool(self._loop.num_rows)
+
+    def _step(self) -> None:
+        assert self._loop is not None
+        started = time.perf_counter()
+        try:
+            if self._loop.num_rows:
+                self._loop.step()
+        except BaseException as error:  # what the pages hold is uncertain now
+            self._loop.forget()
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                raise RuntimeError(out_of_memory_message("generating")) from None
+            raise
+        finally:
+            self.stats.seconds += time.perf_counter() - started
+
+    def _take_finished(self) -> Iterator[Completion]:
+        while self._finished:
+            yield self._finished.popleft()
+
+    def _refuse(self, request: Request) -> Completion | None:
+        """Return the completion of a request that cannot run, else None."""
+        ids, limit = request.input_ids, request.sampling.max_new_tokens
+
+        def refused(status: Status, error: str) -> Completion:
+            return Completion(request.request_id, status, prompt_tokens=len(ids), error=error)
+
+        if not len(ids):
+            return refused(Status.EMPTY, "the prompt has no tokens; leave the row out")
+        unknown = next((i for i in (min(ids), max(ids)) if not 0 <= i < self._vocab_size), None)
+        if unknown is not None:
+            return refused(
+                Status.INVALID,
+                f"token ids must be below {self._vocab_size}, got {unknown}; "
+                "use the model's own tokenizer",
+            )
+        if limit < 1:
+            return refused(Status.INVALID, f"max_new_tokens must be at least 1, got {limit}")
+        if len(ids) + limit > self.max_seq_len:
+            return refused(
+                Status.TOO_LONG,
+                f"prompt ({len(ids)} tokens) and max_new_tokens ({limit}) exceed "
+                f"{self.max_seq_len} tokens; shorten the prompt, lower max_new_tokens or raise "
+                "generator.max_seq_len and generator.cache_tokens",
+            )
+        return None
+
+    def _row(self, request: Request) -> Row:
+        stop = request.sampling.stop
+        tail = _TextTail(stop, self._decoder, self._special_ids) if stop else None
+        return Row(request, tail)
+
+    def _finish(self, row: Row) -> None:
+        completion = _completion(row, self._decoder)
+        self.stats.completion_tokens += len(completion.token_ids)
+        self.stats.cached_tokens += completion.cached_tokens
+        self._finished.append(completion)
+
+
+class _TextTail:
+    """Finds a stop string in a text that grows by tokens, also where it straddles several."""
+
+    def __init__(self, stop: Sequence[str], decoder: Decoder, special_ids: frozenset[int]) -> None:
+        self._stop = stop
+        self._decoder = decoder
+        self._special_ids = special_ids
+        # a token that is no special one has at least one byte
+        longest = max(len(text.encode("utf-8", "surrogatepass")) for text in stop)
+        self._ids: deque[int] = deque(maxlen=longest + TAIL_SLACK_TOKENS)
+
+    def ends_with_stop(self, token_id: int) -> bool:
+        """Take the next token; say whether the text now contains a stop string."""
+        if token_id in self._special_ids:
+            return False
+        self._ids.append(token_id)
+        text = self._decoder.decode(list(self._ids), skip_special_tokens=True)
+        return any(stop in text for stop in self._stop)
+
+
+def _completion(row: Row, decoder: Decoder) -> Completion:
+    ids, params = tuple(row.token_ids.tolist()), row.request.sampling
+    ended_by_token = ids[-1] in params.stop_token_ids
+    text = decoder.decode(list(ids[:-1] if ended_by_token else ids), skip_special_tokens=True)
+    status, reason, incomplete = Status.LENGTH, None, False
+    if ended_by_token:
+        status, reason = Status.STOP, str(ids[-1])
+    elif row.found_stop_string:
+        status = Status.STOP
+        text, reason = _cut(text, params.stop)
+    elif text.endswith(REPLACEMENT):
+        text, incomplete = text.rstrip(REPLACEMENT), True
+    assert row.started is not None
+    assert row.first_token is not None
+    started, first_token = row.started, row.first_token
+    return Completion(
+        request_id=row.request.request_id,
+        status=status,
+        text=text,
+        token_ids=ids,
+        stop_reason=reason,
+        incomplete_character=incomplete,
+        prompt_tokens=len(row.request.input_ids),
+        cached_tokens=row.cached_tokens,
+        queue_seconds=started - row.queued,
+        prefill_seconds=first_token - started,
+        generate_seconds=time.monotonic() - first_token,
+    )
+
+
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Cut `text` at the earliest stop string; of several at one place, the longest counts."""
+    found = [(place, -len(s), s) for s in stop if (place := text.find(s)) >= 0]
+    place, _, string = min(found)
+    return text[:place], string
+
+
+def _special_ids(decoder: Any) -> frozenset[int]:
+    """Return the ids that `skip_special_tokens` skips."""
+    added = getattr(decoder, "added_tokens_decoder", {})
+    return frozenset(decoder.all_special_ids) | {i for i, token in added.items() if token.special}

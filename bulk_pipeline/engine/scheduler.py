@@ -1,0 +1,566 @@
+"""The loop that keeps a batch full: prompts in packed passes, then a token a step for all rows.
+
+A row keeps its slot, a place in the batch's arrays, until it ends; what the next step needs stands
+in these arrays on the model's device. On a GPU the host runs a step ahead: it starts step n + 1,
+whose inputs are on the device already, before it reads what step n sampled. A row that ended
+is noticed a step late, and the token made meanwhile is dropped.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bulk_pipeline.engine.pages import PageTable, Prefix
+from bulk_pipeline.engine.request import Request
+from bulk_pipeline.engine.sampling import Sampler
+from bulk_pipeline.spec import PAGE_TOKENS
+
+DEFER_TOKENS = 64  # of a prompt, worth waiting for the pass that computes them for another row
+REFILL_SHARE = 1 / 16  # of the batch, empty before prompts are read again
+FREE_SHARE = 0.1  # pages kept free for each running row, before another one starts
+
+
+class PagedModel(Protocol):
+    """A model bound to its paged cache.
+
+    Attributes
+    ----------
+    device
+        Where logits are, and where inputs are expected.
+    vocab_size
+        Tokens that can be sampled.
+    """
+
+    device: torch.device
+    vocab_size: int
+
+    def prefill(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        block_table: np.ndarray,
+    ) -> None:
+        """Store the keys and values of prompt tokens.
+
+        Parameters
+        ----------
+        token_ids
+            int64 [sum of `counts`], the rows one after the other.
+        starts, counts
+            int32 [rows]: tokens of the row in its pages already, and new ones.
+        block_table
+            int32 [rows, pages]. A row may share pages that another row of the same call writes.
+        """
+
+    def decode(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        max_length: int,
+    ) -> torch.Tensor:
+        """Run one new token of each row.
+
+        Parameters
+        ----------
+        token_ids
+            int64 [rows], on the device as all here.
+        lengths
+            int32 [rows], tokens in the pages before this one.
+        block_table
+            int32 [rows, pages of the longest row]; 0 past a row's end.
+        max_length
+            At least the largest of `lengths`, plus 1.
+
+        Returns
+        -------
+        Logits [rows, vocab_size]; the next call may overwrite them.
+        """
+
+
+class StopFinder(Protocol):
+    """Looks for a row's stop strings."""
+
+    def ends_with_stop(self, token_id: int) -> bool:
+        """Take the next token; say whether the text now contains a stop string."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a generator has done so far.
+
+    Attributes
+    ----------
+    prefill_tokens
+        Prompt tokens that went through the model.
+    cached_tokens
+        Prompt tokens whose keys and values were reused.
+    completion_tokens
+        Tokens of finished completions.
+    steps
+        Forward passes that generated tokens.
+    rows
+        Sum of the batch sizes of these passes.
+    preemptions
+        Rows that gave their pages to others for a while.
+    seconds
+        Time inside the generator.
+    """
+
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Rows of an average step; 0 before the first."""
+        return self.rows / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class Row:
+    """A request on its way; times are `time.monotonic` seconds."""
+
+    request: Request
+    stop_finder: StopFinder | None = None
+    token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    found_stop_string: bool = False
+    cached_tokens: int = 0
+    queued: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    first_token: float | None = None
+    # while it runs
+    context: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    stored: int = 0  # tokens of `context` in pages, or on their way there
+    described: int = 0  # of those, tokens that the page table knows of
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that was started and whose tokens the host has not read."""
+
+    slots: np.ndarray
+    serials: np.ndarray
+    ids: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class Scheduler:
+    """Runs rows through one model, a bounded number at once.
+
+    Parameters
+    ----------
+    cache_tensors
+        All tensors of the cache, [1, tokens, ...] each.
+    num_pages
+        Pages of the cache, the scratch page included.
+    max_chunk_size
+        Most prompt tokens in one pass.
+    on_finish
+        Called with each row that ended; `token_ids` are what it generated.
+    steps_ahead
+        Steps that are started before their tokens are read; default 1 on a GPU, else 0.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        cache_tensors: Sequence[torch.Tensor],
+        num_pages: int,
+        *,
+        max_batch_size: int,
+        max_seq_len: int,
+        max_chunk_size: int,
+        stats: Stats,
+        on_finish: Callable[[Row], None],
+        steps_ahead: int | None = None,
+    ) -> None:
+        self.model = model
+        self.pages = PageTable(num_pages)
+        self._cache_tensors = list(cache_tensors)
+        self._batch = max_batch_size
+        self._chunk = max_chunk_size
+        self._stats = stats
+        self._on_finish = on_finish
+        on_gpu = model.device.type == "cuda"
+        self._ahead = (1 if on_gpu else 0) if steps_ahead is None else steps_ahead
+        self._sampler = Sampler(max_batch_size, model.vocab_size, model.device)
+        self._table_width = -(-max_seq_len // PAGE_TOKENS)
+        self._waiting: deque[Row] = deque()
+        # by slot
+        self._rows: list[Row | None] = [None] * max_batch_size
+        self._serials = np.full(max_batch_size, -1, np.int64)  # which row has the slot
+        self._lengths = np.zeros(max_batch_size, np.int64)  # tokens in pages
+        self._room = np.zeros(max_batch_size, np.int64)  # tokens that the row's pages hold
+        self._scheduled = np.zeros(max_batch_size, np.int64)  # tokens asked of the model
+        self._generated = np.zeros(max_batch_size, np.int64)  # tokens read from it
+        self._limits = np.zeros(max_batch_size, np.int64)
+        self._tokens = np.zeros((max_batch_size, 256), np.int64)
+        self._ends = np.full((max_batch_size, 1), -1, np.int64)
+        self._looks_for_text = np.zeros(max_batch_size, bool)
+        with self._on_stream():
+            self._device_ids = self._zeros(torch.int64)
+            self._device_lengths = self._zeros(torch.int32)
+            self._device_positions = self._zeros(torch.int64)
+            self._device_table = self._zeros(torch.int32, self._table_width)
+        self._reset()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have not ended, waiting ones included."""
+        return len(self._waiting) + self._batch - len(self._free_slots)
+
+    def enqueue(self, rows: Iterable[Row]) -> None:
+        """Let rows wait for their turn, those with equal beginnings together, long ones first."""
+        groups: dict[bytes, list[Row]] = {}
+        for row in rows:
+            row.context = np.asarray(row.request.input_ids, np.int64)
+            groups.setdefault(row.context[:PAGE_TOKENS].tobytes(), []).append(row)
+        for group in groups.values():
+            group.sort(key=lambda row: -len(row.context))
+        for group in sorted(groups.values(), key=lambda group: -len(group[0].context)):
+            self._waiting.extend(group)
+
+    def step(self) -> None:
+        """Read some prompts, generate a token for every running row, and end what has ended."""
+        with self._on_stream():
+            self._read_prompts()
+            started = self._start_step()
+            while len(self._in_flight) > (self._ahead if started else 0):
+                self._finish_step()
+
+    def forget(self) -> None:
+        """Drop all rows and the content of all pages."""
+        if self.model.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # of what failed before, told already
+                torch.cuda.synchronize(self.model.device)
+        self._waiting.clear()
+        self.pages.clear()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows = [None] * self._batch
+        self._serials[:] = -1
+        self._next_serial = 0
+        self._free_slots = list(range(self._batch - 1, -1, -1))
+        self._active = np.empty(0, np.int64)
+        self._active_on_device: torch.Tensor | None = None
+        self._reading: list[Row] = []
+        self._in_flight: deque[_Step] = deque()
+        self._pages_wanted = 0
+
+    # -- prompts
+
+    def _read_prompts(self) -> None:
+        """Run one pass over prompts, where it is worth it."""
+        if not self._reading and not self._should_admit():
+            return
+        self.pages.round += 1
+        parts: list[tuple[Row, int, int]] = []
+        copies: list[tuple[int, int]] = []
+        budget = self._chunk
+        for row in self._reading:
+            budget -= self._schedule(row, budget, parts)
+        while budget > 0 and self._waiting and self._free_slots:
+            row = self._waiting[0]
+            if not self._admit(row, copies, has_parts=bool(parts)):
+                break
+            self._waiting.popleft()
+            self._reading.append(row)
+            budget -= self._schedule(row, budget, parts)
+        self._copy_pages(copies)
+        if parts:
+            rows = [row for row, _, _ in parts]
+            ids = [row.context[start : start + count] for row, start, count in parts]
+            self.model.prefill(
+                np.concatenate(ids),
+                np.array([start for _, start, _ in parts], np.int32),
+                np.array([count for _, _, count in parts], np.int32),
+                _table([row.pages for row in rows]),
+            )
+            self._stats.prefill_tokens += sum(map(len, ids))
+        ready = [row for row in self._reading if row.stored == len(row.context) - 1]
+        self._reading = [row for row in self._reading if row.stored < len(row.context) - 1]
+        self._activate(ready)
+
+    def _should_admit(self) -> bool:
+        if not self._waiting or not self._free_slots:
+            return False
+        if not len(self._active):
+            return not self._in_flight or self.pages.num_free >= self._pages_wanted
+        wanted = max(1, int(self._batch * REFILL_SHARE))
+        enough = len(self._free_slots) >= min(wanted, len(self._waiting))
+        return enough and self.pages.num_free >= self._pages_wanted
+
+    def _admit(self, row: Row, copies: list[tuple[int, int]], has_parts: bool) -> bool:
+        """Give a row a slot and pages; say whether there was room, and it need not wait."""
+        ids = row.context[:-1]
+        prefix = self.pages.match(ids)
+        if has_parts and self._is_worth_waiting(ids, prefix):
+            return False
+        num_new = len(ids) // PAGE_TOKENS + 1 - len(prefix.pages)
+        running = self._batch - len(self._free_slots)
+        reserve = int(np.ceil(running * FREE_SHARE))
+        if running and self.pages.num_free < num_new + reserve:
+            # several rows' worth, so that prompts are not read one by one
+            self._pages_wanted = num_new * max(1, running // 16) + reserve
+            return False
+        pages = self.pages.take(prefix, num_new)
+        if pages is None:
+            self._pages_wanted = num_new + reserve
+            return False
+        self._pages_wanted = 0
+        if prefix.source is not None:
+            copies.append((prefix.source, pages[len(prefix.pages)]))
+        row.pages, row.stored = pages, prefix.num_tokens
+        row.described = len(prefix.pages) * PAGE_TOKENS
+        row.slot = self._free_slots.pop()
+        if row.started is None:
+            row.started = time.monotonic()
+            row.cached_tokens = prefix.num_tokens
+        self._enter(row)
+        return True
+
+    def _enter(self, row: Row) -> None:
+        """Write what the host keeps of a row into its slot."""
+        slot, params, done = row.slot, row.request.sampling, len(row.token_ids)
+        self._rows[slot] = row
+        self._serials[slot] = self._next_serial
+        self._next_serial += 1
+        self._lengths[slot] = len(row.context) - 1
+        self._room[slot] = len(row.pages) * PAGE_TOKENS
+        self._scheduled[slot] = self._generated[slot] = done
+        self._limits[slot] = params.max_new_tokens
+        self._widen(params.max_new_tokens, len(params.stop_token_ids))
+        self._tokens[slot, :done] = row.token_ids
+        self._ends[slot] = -1
+        self._ends[slot, : len(params.stop_token_ids)] = params.stop_token_ids
+        self._looks_for_text[slot] = row.stop_finder is not None
+        self._sampler.add(slot, params, row.request.input_ids, row.token_ids.tolist())
+
+    def _is_worth_waiting(self, ids: np.ndarray, prefix: Prefix) -> bool:
+        """Whether the pass being put together computes much that the row could copy afterwards."""
+        later = self.pages.match(ids, pending=True)
+        return later.num_tokens >= prefix.num_tokens + DEFER_TOKENS
+
+    def _schedule(self, row: Row, budget: int, parts: list[tuple[Row, int, int]]) -> int:
+        """Add the next tokens of a row's prompt to the pass; return how many."""
+        count = min(len(row.context) - 1 - row.stored, max(budget, 0))
+        if count:
+            parts.append((row, row.stored, count))
+            row.stored += count
+        if row.stored > row.described:
+            self.pages.describe(row.pages, row.context[: row.stored], row.described)
+            row.described = row.stored // PAGE_TOKENS * PAGE_TOKENS
+        return count
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        index = torch.tensor(copies).T
+        on_devices = {t.device: index.to(t.device) for t in self._cache_tensors}
+        for tensor in self._cache_tensors:
+            pages = tensor.view(-1, PAGE_TOKENS * tensor[0, 0].numel())
+            sources, targets = on_devices[tensor.device]
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+    def _activate(self, rows: list[Row]) -> None:
+        """Let rows generate from the next step on."""
+        if not rows:
+            return
+        slots = np.array([row.slot for row in rows])
+        index = self._to_device(slots)
+        table = np.zeros((len(rows), self._table_width), np.int32)
+        table[:, : max(len(row.pages) for row in rows)] = _table([row.pages for row in rows])
+        self._device_table[index] = self._to_device(table)
+        last = np.array([row.context[-1] for row in rows])
+        self._device_ids[index] = self._to_device(last)
+        self._device_lengths[index] = self._to_device(self._lengths[slots].astype(np.int32))
+        self._device_positions[index] = self._to_device(self._generated[slots])
+        self._set_active(np.concatenate([self._active, slots]))
+
+    def _widen(self, max_new_tokens: int, num_ends: int) -> None:
+        """Make the arrays of tokens and end tokens hold that many."""
+        if max_new_tokens > self._tokens.shape[1]:
+            width = max(max_new_tokens, 2 * self._tokens.shape[1]) - self._tokens.shape[1]
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, width)))
+        if num_ends > self._ends.shape[1]:
+            width = num_ends - self._ends.shape[1]
+            self._ends = np.pad(self._ends, ((0, 0), (0, width)), constant_values=-1)
+
+    # -- tokens
+
+    def _start_step(self) -> bool:
+        """Start a step for all running rows; say whether there were any."""
+        self._get_pages()
+        slots = self._active
+        if not len(slots):
+            return False
+        if self._active_on_device is None:
+            self._active_on_device = self._to_device(slots)
+        index = self._active_on_device
+        lengths, positions = self._device_lengths[index], self._device_positions[index]
+        logits = self.model.decode(
+            self._device_ids[index],
+            lengths,
+            self._device_table[index],
+            int(self._lengths[slots].max()) + 1,
+        )
+        ids = self._sampler.sample(logits, slots, index, positions)
+        self._device_ids[index] = ids
+        self._device_lengths[index] = lengths + 1
+        self._device_positions[index] = positions + 1
+        event = None
+        if ids.is_cuda:
+            on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            ids = on_host.copy_(ids, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._in_flight.append(_Step(slots, self._serials[slots], ids, event))
+        self._lengths[slots] += 1
+        self._scheduled[slots] += 1
+        self._stats.steps += 1
+        self._stats.rows += len(slots)
+        at_limit = self._scheduled[slots] >= self._limits[slots]
+        if at_limit.any():
+            self._set_active(slots[~at_limit])
+        return True
+
+    def _finish_step(self) -> None:
+        """Read the tokens of the oldest step that was started, and end the rows that ended."""
+        step = self._in_flight.popleft()
+        if step.event is not None:
+            step.event.synchronize()
+        alive = self._serials[step.slots] == step.serials
+        slots, ids = step.slots[alive], step.ids.numpy()[alive]
+        places = self._generated[slots]
+        self._tokens[slots, places] = ids
+        self._generated[slots] = places + 1
+        if not places.all():
+            now = time.monotonic()
+            for slot in slots[places == 0]:
+                self._row(slot).first_token = now
+        ended = (self._ends[slots] == ids[:, None]).any(axis=1)
+        looking = self._looks_for_text[slots] & ~ended
+        for place in np.nonzero(looking)[0]:
+            row = self._row(slots[place])
+            assert row.stop_finder is not None
+            if row.stop_finder.ends_with_stop(int(ids[place])):
+                row.found_stop_string = ended[place] = True
+        ended |= self._generated[slots] >= self._limits[slots]
+        if ended.any():
+            self._end(slots[ended])
+
+    def _end(self, slots: np.ndarray) -> None:
+        gone = np.isin(self._active, slots)
+        if gone.any():
+            self._set_active(self._active[~gone])
+        for slot in slots:
+            row = self._row(slot)
+            self._leave(row)
+            self._on_finish(row)
+
+    def _leave(self, row: Row) -> None:
+        """Take a row out of its slot and pages; its tokens so far stay with it."""
+        was_read = row.stored == len(row.context) - 1
+        row.token_ids = self._tokens[row.slot, : self._generated[row.slot]].copy()
+        prompt = np.asarray(row.request.input_ids, np.int64)
+        row.context = np.concatenate([prompt, row.token_ids])
+        if was_read:
+            self.pages.describe(row.pages, row.context[:-1], row.described)
+        self.pages.release(row.pages)
+        self._rows[row.slot] = None
+        self._serials[row.slot] = -1
+        self._free_slots.append(row.slot)
+        row.pages, row.slot, row.stored, row.described = [], -1, 0, 0
+
+    # -- pages
+
+    def _get_pages(self) -> None:
+        """Give a page to each running row whose next token begins one."""
+        slots = self._active
+        growing = slots[self._lengths[slots] == self._room[slots]]
+        if not len(growing):
+            return
+        grown: list[tuple[int, int, int]] = []
+        for slot in growing:
+            row = self._rows[slot]
+            if row is None or slot not in self._active:
+                continue  # it ended, or gave its pages away, a moment ago
+            page = self._take_page(row)
+            if page is not None:
+                grown.append((int(slot), len(row.pages), page))
+                row.pages.append(page)
+                self._room[slot] += PAGE_TOKENS
+        grown = [(slot, place, page) for slot, place, page in grown if self._rows[slot] is not None]
+        if grown:
+            on_device = self._to_device(np.array(grown).T.copy())
+            self._device_table[on_device[0], on_device[1]] = on_device[2].int()
+
+    def _take_page(self, row: Row) -> int | None:
+        """Take a page, from the rows that came last where none is free; None if `row` is gone."""
+        page = self.pages.take_one()
+        while page is None:
+            while self._in_flight:  # rows may have ended, and tokens must not be lost
+                self._finish_step()
+            page = self.pages.take_one()
+            if page is None and self._rows[row.slot] is row:
+                self._preempt(int(np.argmax(self._serials)))
+            if row.slot < 0:
+                if page is not None:
+                    self.pages.release([page])
+                return None
+        return page
+
+    def _preempt(self, slot: int) -> None:
+        """Make a row wait again, first in line, with the tokens it has."""
+        row = self._row(slot)
+        self._reading = [other for other in self._reading if other is not row]
+        self._set_active(self._active[self._active != slot])
+        self._leave(row)
+        self._waiting.appendleft(row)
+        self._stats.preemptions += 1
+
+    # -- small things
+
+    def _row(self, slot: int) -> Row:
+        row = self._rows[slot]
+        assert row is not None
+        return row
+
+    def _set_active(self, slots: np.ndarray) -> None:
+        self._active, self._active_on_device = slots, None
+
+    def _on_stream(self) -> Any:
+        """exllamav2 runs everything on a stream of its own, for each thread anew."""
+        return torch.cuda.stream(getattr(self.model, "stream", None))
+
+    def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.zeros((self._batch, *shape), dtype=dtype, device=self.model.device)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.model.device.type == "cpu":
+            return tensor.clone()
+        return tensor.pin_memory().to(self.model.device, non_blocking=True)
+
+
+def _table(pages: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the pages of rows as int32 [rows, most pages], 0 past a row's end."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int32)
+    for line, numbers in zip(table, pages, strict=True):
+        line[: len(numbers)] = numbers
+    return table
