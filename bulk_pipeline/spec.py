@@ -13,6 +13,29 @@ FAMILIES = ("llama2", "llama3", "chatml", "mistral", "gemma", "phi3", "alpaca", 
 PAGE_TOKENS = 256  # exllamav2's page size; the cache is a whole number of pages
 
 
+_TokenId = Annotated[int, Field(ge=0)]
+
+# What other programs have: exllamav2's own settings, and what vLLM, OpenAI or transformers name
+# otherwise than this one does.
+_NOT_DONE = re.compile(
+    "mirostat.*|dry_.*|xtc_.*|typical(_p)?|tfs(_z)?|top_a|skew|cfg_scale|guidance_scale|"
+    "smoothing_(factor|curve)|(min|max)_temp|temp_exponent|temperature_last|"
+    "token_repetition_(range|decay)|filters|bad_words|allowed_token_ids|(prompt_)?logprobs|"
+    "best_of|num_beams|use_beam_search|penalty_alpha|length_penalty"
+)
+_OTHER_NAMES = {
+    "token_repetition_penalty": "repetition_penalty",
+    "token_frequency_penalty": "frequency_penalty",
+    "token_presence_penalty": "presence_penalty",
+    "token_bias": "logit_bias",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "num_return_sequences": "n",
+}
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -194,6 +217,35 @@ class SamplingSpec(_Model):
         le=1,
         description="Tokens at least this share as probable as the best, in [0, 1]. Off: 0.",
     )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        description="Divides the positive logits of tokens that are in the prompt or the "
+        "completion so far, multiplies the negative ones; above 0, to 10. Off: 1.",
+    )
+    frequency_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="Taken off a token's logit for each time that it is in the completion so "
+        "far, in [-2, 2]. Off: 0.",
+    )
+    presence_penalty: float = Field(
+        0.0,
+        ge=-2,
+        le=2,
+        description="Taken off the logits of all tokens that are in the completion so far, in "
+        "[-2, 2]. Off: 0.",
+    )
+    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict,
+        description="Token id: number added to its logit before the penalties, in [-100, 100]; "
+        "-100 all but bans the token. Off: empty.",
+    )
+    banned_token_ids: list[_TokenId] = Field(
+        default_factory=list, description="Token ids that never come. Off: empty."
+    )
     max_new_tokens: int = Field(256, ge=1, description="Most tokens of a completion; 1 or more.")
     min_new_tokens: int = Field(
         0, ge=0, description="Tokens before an end token may come; 0 or more. Off: 0."
@@ -334,7 +386,15 @@ class OutputSpec(_Model):
         "the partition fails, from 0 to 1. Off: 1.",
     )
     preview: bool = Field(
-        True, description="Show up to five short rows in Dagster's metadata. Off: no row text."
+        True,
+        description="Show up to five short rows in Dagster's metadata, and samples in the report. "
+        "Off: no row text.",
+    )
+    price_per_hour: float | None = Field(
+        None,
+        ge=0,
+        description="What an hour of the machine costs, in any currency; plan and report then "
+        "tell costs. Off: null.",
     )
 
 
@@ -448,7 +508,16 @@ def _problem(error: Any) -> str:
     if error["type"] == "value_error":
         return f"{field}: {message}" if field else message
     if error["type"] == "extra_forbidden":
-        return f"{field} is not a setting; remove it or correct its name"
+        return f"{field} {_unknown_setting(error['loc'])}"
     if error["type"] == "missing":
         return f"{field} is missing; set it"
     return f"{field}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
+
+
+def _unknown_setting(loc: tuple[str | int, ...]) -> str:
+    name = str(loc[-1])
+    if loc[0] == "sampling" and name in _OTHER_NAMES:
+        return f"is called {_OTHER_NAMES[name]} here; rename it"
+    if loc[0] == "sampling" and _NOT_DONE.fullmatch(name):
+        return f"is not supported; remove it (supported: {', '.join(SamplingSpec.model_fields)})"
+    return "is not a setting; remove it or correct its name"

@@ -95,6 +95,11 @@ SAMPLING_TYPE = pa.struct(
         ("seed", pa.int64()),
         ("stop", pa.list_(pa.string())),
         ("stop_token_ids", pa.list_(pa.int64())),
+        ("repetition_penalty", pa.float64()),
+        ("frequency_penalty", pa.float64()),
+        ("presence_penalty", pa.float64()),
+        ("logit_bias", pa.list_(pa.struct([("token_id", pa.int64()), ("bias", pa.float64())]))),
+        ("banned_token_ids", pa.list_(pa.int64())),
     ]
 )
 

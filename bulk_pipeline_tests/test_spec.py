@@ -63,6 +63,36 @@ def without(name: str) -> dict[str, Any]:
         ),
         (VALID | {"sampling": {"temprature": 1}}, "sampling.temprature is not a setting"),
         (
+            VALID | {"sampling": {"mirostat": True}},
+            r"^sampling.mirostat is not supported; remove it \(supported: temperature, top_p, ",
+        ),
+        (VALID | {"sampling": {"dry_multiplier": 0.8}}, "sampling.dry_multiplier is not supported"),
+        (
+            VALID | {"sampling": {"token_repetition_penalty": 1.1}},
+            "^sampling.token_repetition_penalty is called repetition_penalty here; rename it$",
+        ),
+        (VALID | {"mirostat": True}, "^mirostat is not a setting; remove it"),
+        (
+            VALID | {"sampling": {"repetition_penalty": 0}},
+            "sampling.repetition_penalty: input should be greater than 0, got 0",
+        ),
+        (
+            VALID | {"sampling": {"presence_penalty": 2.5}},
+            "sampling.presence_penalty: .* less than or equal to 2, got 2.5",
+        ),
+        (
+            VALID | {"sampling": {"logit_bias": {5: -101}}},
+            "sampling.logit_bias.5: .* greater than or equal to -100, got -101",
+        ),
+        (
+            VALID | {"sampling": {"logit_bias": {-5: 1}}},
+            "sampling.logit_bias.-5.* greater than or equal to 0, got -5",
+        ),
+        (
+            VALID | {"sampling": {"banned_token_ids": [-1]}},
+            "sampling.banned_token_ids.0: .* greater than or equal to 0, got -1",
+        ),
+        (
             VALID | {"sampling": {"min_new_tokens": 9, "max_new_tokens": 4}},
             r"sampling: min_new_tokens must not exceed max_new_tokens \(4\), got 9",
         ),
@@ -100,6 +130,47 @@ def test_a_wrong_setting_is_named_with_its_rule_and_value(values, message):
     with pytest.raises(ValueError, match=message) as error:
         load_spec(values)
     assert "\n" not in str(error.value)
+
+
+EXLLAMAV2_ALONE = [
+    "smoothing_factor",
+    "min_temp",
+    "max_temp",
+    "temp_exponent",
+    "top_a",
+    "tfs",
+    "typical",
+    "skew",
+    "temperature_last",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "mirostat_mu",
+    "cfg_scale",
+    "dry_allowed_length",
+    "dry_base",
+    "dry_multiplier",
+    "dry_sequence_breakers",
+    "dry_range",
+    "dry_max_ngram",
+    "xtc_probability",
+    "xtc_threshold",
+    "xtc_ignore_tokens",
+    "token_repetition_range",
+    "token_repetition_decay",
+]
+
+
+@pytest.mark.parametrize("name", EXLLAMAV2_ALONE)
+def test_settings_of_exllamav2_that_are_not_done_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"^sampling.{name} is not supported; remove it") as error:
+        load_spec(VALID | {"sampling": {name: 0.5}})
+    assert "\n" not in str(error.value)
+
+
+def test_token_ids_of_biases_may_be_written_as_text():
+    spec = load_spec(VALID | {"sampling": {"logit_bias": {"50256": -100, 7: 1}}})
+    assert spec.sampling.logit_bias == {50256: -100.0, 7: 1.0}
 
 
 def test_each_of_several_problems_has_a_line():

@@ -6,6 +6,7 @@ and how it was reached. One request in is one completion out, whatever happens t
 
 import hashlib
 import json
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,17 @@ class SamplingParams:
         Keep this many most probable tokens; 0 is off.
     min_p
         Drop tokens less probable than this share of the best one, in [0, 1]; 0 is off.
+    repetition_penalty
+        Divides the positive logits of tokens in the prompt or the output, multiplies the negative
+        ones; 1 is off.
+    frequency_penalty
+        Taken off a token's logit for each time that it is in the output; 0 is off.
+    presence_penalty
+        Taken off the logit of every token in the output; 0 is off.
+    logit_bias
+        (token id, number added to its logit); empty is off.
+    banned_token_ids
+        Tokens that never come; empty is off.
     max_new_tokens
         Generate at most this many tokens.
     min_new_tokens
@@ -66,11 +78,28 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         """Whether the answer does not depend on the seed."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits of the next."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def token_biases(self) -> tuple[tuple[int, float], ...]:
+        """What is added to which token's logit: -inf if it is banned; rising, without zeros."""
+        biases = dict(self.logit_bias) | dict.fromkeys(self.banned_token_ids, -math.inf)
+        return tuple(sorted((token, float(bias)) for token, bias in biases.items() if bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +168,7 @@ class KeyHasher:
                 "min_p": float(sampling.min_p),
                 "seed": 0,
             }
+        effective |= _edits(sampling)
         # Quotes inside values are escaped, so that the seed's place is found once or never.
         start, self._has_seed, self._end = json.dumps(effective, sort_keys=True).partition(
             '"seed": 0'
@@ -152,6 +182,18 @@ class KeyHasher:
             digest.update(f'"seed": {seed & MASK_64}{self._end}'.encode())
         digest.update(ids)
         return digest.digest()
+
+
+def _edits(sampling: SamplingParams) -> dict[str, object]:
+    """What changes the logits themselves, without what is off: keys of old requests stay."""
+    edits: dict[str, object] = {}
+    if sampling.has_penalties:
+        edits["repetition_penalty"] = float(sampling.repetition_penalty)
+        edits["frequency_penalty"] = float(sampling.frequency_penalty)
+        edits["presence_penalty"] = float(sampling.presence_penalty)
+    if sampling.token_biases:
+        edits["token_biases"] = sampling.token_biases
+    return edits
 
 
 def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_fingerprint: str) -> str:

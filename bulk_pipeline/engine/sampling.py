@@ -17,8 +17,10 @@ GAMMA = 0x9E3779B97F4A7C15  # splitmix64's constants
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 # columns of SettingsTable: integers, then floats
-SEED, TOP_K, MIN_NEW, ENDS, TEMPERATURE, TOP_P, LOG_MIN_P = range(7)
-NUM_COLUMNS = 7
+SEED, TOP_K, MIN_NEW, ENDS, BIASES = range(5)
+TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE = range(5, 11)
+NUM_COLUMNS = 11
+MAX_COUNT = 2**14 - 1  # how often a token of the output is counted
 TOP_P_PREFIX = 1024  # most rows reach top_p within so many tokens; more need a full sort
 
 
@@ -44,6 +46,10 @@ class SamplingBatch:
         int64 [rows]; 0 where a row has it off.
     end_ids
         int64 [rows, ids], the tokens that `min_new_tokens` holds back, padded by repetition.
+    bias_ids, biases
+        [rows, ids]: tokens and what is added to their logits; repetitions have 0.
+    repetition, frequency, presence
+        float64 [rows], the penalties; all three or none.
     max_top_k
         The largest top_k in use.
     """
@@ -56,6 +62,11 @@ class SamplingBatch:
     log_min_p: torch.Tensor | None = None
     min_new_tokens: torch.Tensor | None = None
     end_ids: torch.Tensor | None = None
+    bias_ids: torch.Tensor | None = None
+    biases: torch.Tensor | None = None
+    repetition: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+    presence: torch.Tensor | None = None
     max_top_k: int = 0
 
     @staticmethod
@@ -83,7 +94,7 @@ class SettingsTable:
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.integers = np.zeros((NUM_COLUMNS, num_slots), np.int64)
         self.floats = self.integers.view(np.float64)
-        self.ends = SharedLists(num_slots)
+        self.ends, self.biases = SharedLists(num_slots), SharedLists(num_slots)
         self._vocab_size = vocab_size
 
     def set(self, slot: int, params: SamplingParams) -> None:
@@ -95,6 +106,10 @@ class SettingsTable:
         integers[TOP_K, slot] = params.top_k if has_top_k else self._vocab_size
         integers[MIN_NEW, slot] = params.min_new_tokens if ends else 0
         integers[ENDS, slot] = self.ends.set(slot, tuple(ends) if params.min_new_tokens else ())
+        integers[BIASES, slot] = self.biases.set(slot, params.token_biases)
+        floats[REPETITION, slot] = params.repetition_penalty
+        floats[FREQUENCY, slot] = params.frequency_penalty
+        floats[PRESENCE, slot] = params.presence_penalty
         floats[TEMPERATURE, slot] = 0.0 if off else params.temperature
         floats[TOP_P, slot] = 1.0 if off else params.top_p
         floats[LOG_MIN_P, slot] = -math.inf if off or not params.min_p else math.log(params.min_p)
@@ -109,7 +124,8 @@ class SettingsTable:
         is_greedy = floats[TEMPERATURE] == 0
         top_k, top_p, log_min_p = integers[TOP_K], floats[TOP_P], floats[LOG_MIN_P]
         has_top_k = top_k < self._vocab_size
-        is_held = integers[MIN_NEW].any()
+        is_held, is_biased = integers[MIN_NEW].any(), integers[BIASES].any()
+        is_penalised = self.is_penalised(slots).any()
         is_sampled = not is_greedy.all()
         return SamplingBatch(
             seed=upload(integers[SEED], device),
@@ -120,8 +136,18 @@ class SettingsTable:
             log_min_p=column(log_min_p, (log_min_p > -math.inf).any()),
             min_new_tokens=column(integers[MIN_NEW], is_held),
             end_ids=column(self.ends.ids[integers[ENDS]], is_held),
+            bias_ids=column(self.biases.ids[integers[BIASES]], is_biased),
+            biases=column(self.biases.numbers[integers[BIASES]], is_biased),
+            repetition=column(floats[REPETITION], is_penalised),
+            frequency=column(floats[FREQUENCY], is_penalised),
+            presence=column(floats[PRESENCE], is_penalised),
             max_top_k=int(top_k[has_top_k].max(initial=0)),
         )
+
+    def is_penalised(self, slots: np.ndarray) -> np.ndarray:
+        """Say of each slot whether the tokens so far change its logits."""
+        repetition = self.floats[REPETITION, slots]
+        return (repetition != 1) | self.floats[FREQUENCY : PRESENCE + 1, slots].any(axis=0)
 
 
 class SharedLists:
@@ -178,6 +204,52 @@ class SharedLists:
             self._free.append(place)
 
 
+class TokenCounts:
+    """How often each token came so far in the rows with penalties, by slot, on the device.
+
+    Attributes
+    ----------
+    counts
+        int16 [slots, vocabulary]: twice the number of times in the output, up to `MAX_COUNT`,
+        and 1 more where the token is in the prompt. Made when the first such row enters.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int16, device=device)
+        self._num_slots = num_slots
+        self._entered: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+
+    def enter(self, slot: int, prompt_ids: Sequence[int], generated_ids: Sequence[int]) -> None:
+        """Note a row that enters a slot; `flush` counts its tokens."""
+        self._entered[slot] = (prompt_ids, generated_ids)
+
+    def flush(self) -> None:
+        """Start the counts of the rows that entered."""
+        if not self._entered:
+            return
+        device, vocab_size = self.counts.device, self.counts.shape[1]
+        if not len(self.counts):
+            self.counts = torch.zeros(
+                (self._num_slots, vocab_size), dtype=torch.int16, device=device
+            )
+        places, values = [], []
+        for slot, (prompt_ids, generated_ids) in self._entered.items():
+            tokens, counts = _count(prompt_ids, generated_ids)
+            places.append(slot * vocab_size + tokens)
+            values.append(counts)
+        self.counts.index_fill_(0, upload(np.array(list(self._entered)), device), 0)
+        self.counts.view(-1).scatter_(
+            0, upload(np.concatenate(places), device), upload(np.concatenate(values), device)
+        )
+        self._entered.clear()
+
+    def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """Count one more token in each of these slots."""
+        places = slots * self.counts.shape[1] + ids
+        before = self.counts.view(-1)[places]
+        self.counts.view(-1)[places] = torch.where(before < 2 * MAX_COUNT, before + 2, before)
+
+
 class Sampler:
     """Samples the rows in generation, of which each keeps a slot for its life.
 
@@ -191,6 +263,7 @@ class Sampler:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._table = SettingsTable(num_slots, vocab_size)
+        self._counts = TokenCounts(num_slots, vocab_size, device)
         self._device = device
         self._slots = np.zeros(0, np.int64)
         self._batch: SamplingBatch | None = None
@@ -205,6 +278,8 @@ class Sampler:
         """Let a row enter a slot; `generated_ids` are what it generated before it left one."""
         self._table.set(slot, params)
         self._batch = None
+        if params.has_penalties:
+            self._counts.enter(slot, prompt_ids, generated_ids)
 
     def sample(
         self,
@@ -230,7 +305,27 @@ class Sampler:
         """
         if self._batch is None or not np.array_equal(slots, self._slots):
             self._slots, self._batch = slots.copy(), self._table.batch(slots, self._device)
-        return sample(logits, self._batch, positions)
+        if self._batch.repetition is None:
+            return sample(logits, self._batch, positions)
+        self._counts.flush()
+        counts = self._counts.counts[slots_on_device]
+        ids = sample(logits, self._batch, positions, counts)
+        self._counts.add(slots_on_device, ids)
+        return ids
+
+
+def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
+    """Say in one line why a model with this vocabulary cannot sample so; None if it can."""
+    biased = [token for token, _ in params.logit_bias]
+    for name, ids in (("logit_bias", biased), ("banned_token_ids", params.banned_token_ids)):
+        unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            return (
+                f"sampling.{name}: token ids must be below {vocab_size}, got {unknown}; remove it"
+            )
+    if len(set(params.banned_token_ids)) == vocab_size:
+        return f"sampling.banned_token_ids: all {vocab_size} tokens are banned; remove some"
+    return None
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -240,11 +335,17 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    positions: torch.Tensor,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Draw one token id a row.
 
-    The order: end tokens are held back (`min_new_tokens`), temperature, top_k, top_p, min_p, draw.
-    Tokens exactly as probable as the last one that top_k or top_p keeps are kept with it.
+    The order: biases, penalties, end tokens are held back (`min_new_tokens`), temperature, top_k,
+    top_p, min_p, draw. Tokens exactly as probable as the last one that top_k or top_p keeps are
+    kept with it.
 
     Parameters
     ----------
@@ -252,11 +353,14 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor) 
         [rows, vocabulary], any floating-point type.
     positions
         int64 [rows]: how many tokens the row has generated before this one.
+    counts
+        int16 [rows, vocabulary], as in `TokenCounts`; needed where a row has penalties.
 
     Returns
     -------
     int64 [rows]
     """
+    logits = _edit(logits, batch, counts)
     logits = _hold_back_end_tokens(logits, batch, positions)
     if batch.temperature is None:
         return logits.argmax(dim=-1)
@@ -299,6 +403,19 @@ def uniform(seed: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> t
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
+def _count(
+    prompt_ids: Sequence[int], generated_ids: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token of a row and its entry in `TokenCounts`."""
+    output, times = np.unique(np.asarray(generated_ids, np.int64), return_counts=True)
+    prompt = np.unique(np.asarray(prompt_ids, np.int64))
+    tokens, where = np.unique(np.concatenate([prompt, output]), return_inverse=True)
+    counts = np.zeros(len(tokens), np.int16)
+    counts[where[: len(prompt)]] = 1
+    counts[where[len(prompt) :]] += (2 * times.clip(max=MAX_COUNT)).astype(np.int16)
+    return tokens, counts
+
+
 def _mix(bits: torch.Tensor) -> torch.Tensor:
     """splitmix64's finaliser."""
     bits = (bits ^ _shift_right(bits, 30)) * _to_int64(MIX_1)
@@ -315,6 +432,26 @@ def _to_int64(value: int) -> int:
     """The signed integer with the bits of an unsigned 64-bit one."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _edit(logits: torch.Tensor, batch: SamplingBatch, counts: torch.Tensor | None) -> torch.Tensor:
+    """Add the biases and take off the penalties; leave the logits of other rows as they are."""
+    if batch.bias_ids is None and batch.repetition is None:
+        return logits
+    edited = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if batch.bias_ids is not None and batch.biases is not None:
+        edited = edited.scatter_add(1, batch.bias_ids, batch.biases.to(edited.dtype))
+    if batch.repetition is None or batch.frequency is None or batch.presence is None:
+        return edited
+    assert counts is not None
+    repetition, frequency, presence = (
+        penalty.to(edited.dtype)[:, None]
+        for penalty in (batch.repetition, batch.frequency, batch.presence)
+    )
+    repeated = torch.where(edited > 0, edited / repetition, edited * repetition)
+    edited = torch.where(counts != 0, repeated, edited)
+    num_output = counts >> 1
+    return edited - num_output * frequency - (num_output > 0) * presence
 
 
 def _hold_back_end_tokens(

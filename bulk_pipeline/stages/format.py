@@ -131,7 +131,7 @@ def prompt_inputs(
         "raw_epoch": raw.epoch,
         "raw_parts": [part.name for part in raw.parts],
         "prompt": spec.prompt.model_dump(mode="json"),
-        "sampling": spec.sampling.model_dump(mode="json"),
+        "sampling": spec.sampling.model_dump(mode="json") | _logit_bias(spec.sampling),
         "max_seq_len": settings.max_seq_len,
         "tokenizer": tokenizer_hash,
         "chat_template": _hash(chat_template),
@@ -202,7 +202,14 @@ def resolve_sampling(
                 f"token; write {inside!r} alone"
             )
     values = sampling.model_dump(include={member.name for member in SAMPLING_TYPE})
+    values |= _logit_bias(sampling)
     return values | {"stop": stop, "stop_token_ids": sorted(stop_ids)}
+
+
+def _logit_bias(sampling: SamplingSpec) -> dict[str, Any]:
+    """The setting as a list, which JSON and Parquet give back as it was."""
+    biases = sorted(sampling.logit_bias.items())
+    return {"logit_bias": [{"token_id": token, "bias": bias} for token, bias in biases]}
 
 
 def fix_date(chat_template: str, date: str) -> str:

@@ -161,8 +161,12 @@ class _Samplings:
 
 
 def _params(row: dict[str, Any]) -> SamplingParams:
-    lists = {"stop": tuple(row["stop"]), "stop_token_ids": tuple(row["stop_token_ids"])}
-    return SamplingParams(**{**row, **lists})
+    # a table of an earlier version lacks settings that came later: they are off
+    values = {name: value for name, value in row.items() if value is not None}
+    if "logit_bias" in values:
+        values["logit_bias"] = [(entry["token_id"], entry["bias"]) for entry in row["logit_bias"]]
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return SamplingParams(**values | lists)
 
 
 class _PromptBatch:

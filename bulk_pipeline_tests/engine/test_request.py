@@ -1,4 +1,5 @@
 from dataclasses import FrozenInstanceError, replace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,11 @@ class TestKey:
             {"min_new_tokens": 1},
             {"stop": ("a",)},
             {"stop_token_ids": (1,)},
+            {"repetition_penalty": 1.1},
+            {"frequency_penalty": 0.1},
+            {"presence_penalty": 0.1},
+            {"logit_bias": ((1, 0.5),)},
+            {"banned_token_ids": (1,)},
         ],
         ids=str,
     )
@@ -56,6 +62,8 @@ class TestKey:
             {"stop": ("b", "a", "b")},
             {"stop_token_ids": (2, 1, 1)},
             {"ids": list(IDS)},
+            {"repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": -0.0},
+            {"logit_bias": ((1, 0.0), (2, 0))},
         ],
         ids=str,
     )
@@ -75,6 +83,26 @@ class TestKey:
     )
     def test_a_greedy_request_has_no_sampling_settings(self, changes):
         assert key(params=GREEDY, **changes) == key(params=GREEDY)
+
+    EDITS: ClassVar = {"logit_bias": ((4, 1.0), (9, -2.0)), "banned_token_ids": (7, 8)}
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"logit_bias": ((9, -2), (4, 1))},
+            {"banned_token_ids": (8, 7, 8)},
+            {"logit_bias": ((4, 1.0), (7, 3.0), (9, -2.0))},
+        ],
+        ids=["order and type of biases", "order of bans", "the bias of a banned token"],
+    )
+    def test_biases_count_by_what_they_do(self, changes):
+        assert key(**self.EDITS | changes) == key(**self.EDITS)
+        assert key(**self.EDITS) != key()
+
+    @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "logit_bias"])
+    def test_penalties_and_biases_count_where_greedy(self, name):
+        value = {"logit_bias": ((1, 1.0),)}.get(name, 1.5)
+        assert key(params=GREEDY, **{name: value}) != key(params=GREEDY)
 
     def test_numbers_of_equal_value_are_equal(self):
         assert key(temperature=1) == key(temperature=1.0)

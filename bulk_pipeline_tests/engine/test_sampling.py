@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bulk_pipeline.engine.request import SamplingParams
 from bulk_pipeline.engine.sampling import (
     GAMMA,
+    MAX_COUNT,
     MIX_1,
     MIX_2,
     TOP_P_PREFIX,
@@ -17,6 +18,7 @@ from bulk_pipeline.engine.sampling import (
     SamplingBatch,
     SharedLists,
     draw,
+    problem_with,
     sample,
     uniform,
 )
@@ -206,6 +208,15 @@ params_strategy = st.builds(
     min_new_tokens=st.integers(0, 3),
     seed=st.integers(0, MASK),
     stop_token_ids=st.sampled_from([(), (0,), (1, 2, 3)]),
+    logit_bias=st.sampled_from([(), ((7, 2.0),), ((0, -100.0), (9, 1.5), (4, 0.25))]),
+    banned_token_ids=st.sampled_from([(), (), (3,), (1, 2, 30)]),
+)
+penalised_strategy = st.builds(
+    replace,
+    params_strategy,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.8]),
 )
 
 
@@ -246,6 +257,7 @@ def test_slots_sample_as_a_batch_does(params, logit_seed, data):
         logits = torch.randn(len(slots), 50, generator=generator) * 3
         positions = torch.arange(len(slots))
         batch = SamplingBatch.from_params([held[s] for s in slots], 50)
+        assert batch.repetition is None
         expected = sample(logits, batch, positions).tolist()
         assert sampler_sample(sampler, logits, slots, positions) == expected
 
@@ -278,3 +290,191 @@ class TestSharedLists:
         lists = SharedLists(100)
         assert {lists.set(slot, ((7, 1.0),)) for slot in range(100)} == {1}
         assert lists.ids.shape == (2, 1)
+
+
+class TestBiases:
+    LOGITS = ((1.0, 5.0, 2.0, 4.5),)
+
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({}, 1),
+            ({"logit_bias": ((3, 0.6),)}, 3),
+            ({"logit_bias": ((3, 0.4),)}, 1),
+            ({"logit_bias": ((1, -100), (0, 3.0))}, 3),
+            ({"banned_token_ids": (1,)}, 3),
+            ({"banned_token_ids": (3, 1, 3)}, 2),
+            ({"banned_token_ids": (1,), "logit_bias": ((1, 100.0),)}, 3),
+            ({"banned_token_ids": (0,)}, 1),
+        ],
+        ids=str,
+    )
+    def test_greedy(self, settings, expected):
+        assert sample_rows(self.LOGITS, [SamplingParams(0.0, **settings)]) == [expected]
+
+    def test_a_banned_token_never_comes_and_a_bias_shifts(self):
+        probabilities = [0.5, 0.3, 0.2]
+        assert support(probabilities, banned_token_ids=(0,)) == {1, 2}
+        biased = math.log(0.3 / 0.2)  # makes the last two equal
+        assert support(probabilities, logit_bias=((2, biased), (0, -100)), min_p=0.999) == {1, 2}
+
+    def test_are_each_rows_own(self):
+        params = [
+            SamplingParams(0.0, banned_token_ids=(1, 3)),
+            SamplingParams(0.0),
+            SamplingParams(0.0, logit_bias=((0, 9.0),)),
+        ]
+        assert sample_rows(self.LOGITS * 3, params) == [2, 1, 0]
+
+
+class TestPenalties:
+    def greedy(self, logits, prompt, generated, **settings):
+        sampler = Sampler(1, len(logits), torch.device("cpu"))
+        sampler.add(0, SamplingParams(0.0, **settings), prompt, generated)
+        return sampler_sample(sampler, torch.tensor([logits]), [0])[0]
+
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({"repetition_penalty": 1.2}, 1),  # 6 becomes 5, 5.5 stays
+            ({"repetition_penalty": 1.05}, 0),
+            ({"frequency_penalty": 0.3}, 0),  # token 0 is in the prompt alone
+            ({"presence_penalty": 2.0}, 0),
+            ({"repetition_penalty": 0.5}, 0),
+        ],
+        ids=str,
+    )
+    def test_of_a_token_of_the_prompt(self, settings, expected):
+        assert self.greedy([6.0, 5.5, 0.0], [0, 0, 2], [], **settings) == expected
+
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({"repetition_penalty": 1.2}, 1),
+            ({"frequency_penalty": 0.3}, 1),  # twice
+            ({"frequency_penalty": 0.2}, 0),
+            ({"presence_penalty": 0.6}, 1),
+            ({"presence_penalty": 0.4}, 0),
+            ({"presence_penalty": 0.2, "frequency_penalty": 0.2}, 1),
+        ],
+        ids=str,
+    )
+    def test_of_a_token_of_the_output(self, settings, expected):
+        assert self.greedy([6.0, 5.5, 0.0], [], [0, 2, 0], **settings) == expected
+
+    def test_a_negative_logit_is_multiplied(self):
+        assert self.greedy([-1.0, -1.5], [0], [], repetition_penalty=1.6) == 1
+        assert self.greedy([-1.0, -1.5], [0], [], repetition_penalty=1.4) == 0
+
+    def test_biases_come_first(self):
+        """4 - 6 is negative and multiplied; penalised first it were 2 - 6."""
+        settings = {"repetition_penalty": 2.0, "logit_bias": ((0, -6.0),)}
+        assert self.greedy([4.0, -3.9], [0], [], **settings) == 1
+        assert self.greedy([4.0, -4.1], [0], [], **settings) == 0
+
+    def test_equal_those_of_transformers(self):
+        processors = pytest.importorskip("transformers.generation.logits_process")
+        generator = torch.Generator().manual_seed(3)
+        for seed in range(20):
+            logits = torch.randn(1, 30, generator=generator) * 2
+            prompt = torch.randint(0, 30, (1, 12), generator=generator)
+            processor = processors.RepetitionPenaltyLogitsProcessor(1.7)
+            expected = processor(prompt, logits.clone()).argmax().item()
+            found = self.greedy(logits[0].tolist(), prompt[0].tolist(), [], repetition_penalty=1.7)
+            assert found == expected, seed
+
+    def test_tokens_are_counted_as_they_come(self):
+        """With equal steps down, the best three tokens take turns; a row without does not."""
+        sampler = Sampler(3, 4, torch.device("cpu"))
+        sampler.add(2, SamplingParams(0.0, frequency_penalty=1.0), [0])
+        sampler.add(0, SamplingParams(0.0), [0])
+        logits = torch.tensor([[3.0, 2.5, 2.25, 0.0]] * 2)
+        drawn = [sampler_sample(sampler, logits, [2, 0]) for _ in range(6)]
+        assert [ids[0] for ids in drawn] == [0, 1, 2, 0, 1, 2]
+        assert [ids[1] for ids in drawn] == [0] * 6
+
+    def test_a_row_that_comes_back_goes_on(self):
+        params = SamplingParams(0.0, frequency_penalty=1.0, repetition_penalty=1.1)
+        logits = torch.tensor([[3.0, 2.6, 2.3, 1.9]])
+        sampler = Sampler(2, 4, torch.device("cpu"))
+        sampler.add(0, params, [1, 2])
+        generated = [sampler_sample(sampler, logits, [0])[0] for _ in range(9)]
+        for cut in range(9):
+            sampler.add(1, SamplingParams(0.0, presence_penalty=2.0), [0, 1, 2, 3])  # another
+            sampler_sample(sampler, logits, [1])
+            sampler.add(1, params, [1, 2], generated[:cut])
+            rest = [sampler_sample(sampler, logits, [1])[0] for _ in range(9 - cut)]
+            assert rest == generated[cut:]
+
+    def test_nothing_is_counted_where_no_row_needs_it(self):
+        sampler = Sampler(2, 4, torch.device("cpu"))
+        sampler.add(0, SamplingParams(0.0), [1])
+        sampler_sample(sampler, torch.zeros(1, 4), [0])
+        assert sampler._counts.counts.numel() == 0
+
+    def test_counting_ends_before_it_overflows(self):
+        generated = [0] * 20_000
+        settings = {"frequency_penalty": 1e-4}
+        assert self.greedy([6.0, 4.5, 0.0], [], generated, **settings) == 1
+        sampler = Sampler(1, 2, torch.device("cpu"))
+        sampler.add(0, SamplingParams(0.0, frequency_penalty=1e-9), [], [0] * (MAX_COUNT - 1))
+        for _ in range(4):
+            sampler_sample(sampler, torch.tensor([[6.0, 4.5]]), [0])
+        assert sampler._counts.counts.tolist() == [[2 * MAX_COUNT, 0]]
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("settings", "problem"),
+        [
+            ({}, None),
+            ({"logit_bias": ((49, 1.0),), "banned_token_ids": (0,)}, None),
+            ({"stop_token_ids": (99,)}, None),
+            (
+                {"logit_bias": ((50, 1.0),)},
+                "sampling.logit_bias: token ids must be below 50, got 50; remove it",
+            ),
+            (
+                {"banned_token_ids": (3, -1)},
+                "sampling.banned_token_ids: token ids must be below 50, got -1; remove it",
+            ),
+            (
+                {"banned_token_ids": tuple(range(50))},
+                "sampling.banned_token_ids: all 50 tokens are banned; remove some",
+            ),
+        ],
+        ids=str,
+    )
+    def test_are_told_in_a_line(self, settings, problem):
+        assert problem_with(SamplingParams(**settings), 50) == problem
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(penalised_strategy, st.lists(st.integers(0, 49), max_size=9)), min_size=1),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_a_slot_does_not_depend_on_the_others(rows, logit_seed, data):
+    """Rows come and go in four slots; each draws what it draws alone, bit for bit."""
+    sampler = Sampler(4, 50, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(logit_seed)
+    held = {}
+    for params, prompt in rows:
+        slot = data.draw(st.integers(0, 3))
+        sampler.add(slot, params, prompt)
+        alone = Sampler(1, 50, torch.device("cpu"))
+        alone.add(0, params, prompt)
+        held[slot] = [alone, 0]
+        for _ in range(2):
+            slots = data.draw(st.permutations(sorted(held)))
+            slots = slots[: data.draw(st.integers(1, len(slots)))]
+            logits = torch.randn(len(slots), 50, generator=generator).half()
+            positions = torch.tensor([held[s][1] for s in slots])
+            ids = sampler_sample(sampler, logits, slots, positions)
+            for i, s in enumerate(slots):
+                (expected,) = sampler_sample(
+                    held[s][0], logits[i : i + 1], [0], positions[i : i + 1]
+                )
+                assert ids[i] == expected
+                held[s][1] += 1

@@ -868,13 +868,27 @@ class TestSampling:
             "seed": 0,
             "stop": [],
             "stop_token_ids": [EOS_ID, TURN_END_ID],
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "logit_bias": [],
+            "banned_token_ids": [],
         }
 
     def test_values_are_copied(self, stage: Stage):
         values = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_new_tokens": 2}
+        values |= {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -1.0}
+        values |= {"banned_token_ids": [9, 3]}
         result = self.sampling(stage, **values, seed=2**63 - 1, stop=["\n\n"])
         assert result.items() >= values.items()
         assert (result["seed"], result["stop"]) == (2**63 - 1, ["\n\n"])
+
+    def test_biases_are_copied(self, stage: Stage):
+        result = self.sampling(stage, logit_bias={9: 1.5, 3: -100})
+        assert result["logit_bias"] == [
+            {"token_id": 3, "bias": -100.0},
+            {"token_id": 9, "bias": 1.5},
+        ]
 
     def test_stop_string_that_is_a_special_token_becomes_its_id(self, stage: Stage):
         result = self.sampling(stage, stop=["<pad>", "END"], stop_token_ids=[77, 1])
