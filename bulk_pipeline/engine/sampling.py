@@ -7,11 +7,15 @@ batch around it. The random numbers are the same on every device.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from bulk_pipeline.engine.request import SamplingParams
+
+if TYPE_CHECKING:
+    from bulk_pipeline.engine.sampling_kernel import KernelSampler
 
 GAMMA = 0x9E3779B97F4A7C15  # splitmix64's constants
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -158,6 +162,8 @@ class SharedLists:
     ids, numbers
         [places, width]: the lists, one a place, padded with repetitions of their first id, with
         0 as their number; the empty list is id 0 with number 0.
+    version
+        Rises with every change of the two.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -166,6 +172,7 @@ class SharedLists:
         self._place_of: dict[tuple[tuple[int, float], ...], int] = {(): 0}
         self._items: list[tuple[tuple[int, float], ...]] = [()]
         self._uses = [num_slots]
+        self.version = 0
         self._free: list[int] = []
         self._place_by_slot = [0] * num_slots
 
@@ -185,6 +192,7 @@ class SharedLists:
             self._items.append(())
             self._uses.append(0)
         place = self._free.pop()
+        self.version += 1
         self._items[place] = items
         rows, width = self.ids.shape
         if place >= rows or len(items) > width:
@@ -267,6 +275,12 @@ class Sampler:
         self._device = device
         self._slots = np.zeros(0, np.int64)
         self._batch: SamplingBatch | None = None
+        self._rows_entered = True
+        self._kernel: KernelSampler | None = None
+        if device.type == "cuda":
+            from bulk_pipeline.engine import sampling_kernel
+
+            self._kernel = sampling_kernel.KernelSampler(self._table, vocab_size, device)
 
     def add(
         self,
@@ -277,7 +291,7 @@ class Sampler:
     ) -> None:
         """Let a row enter a slot; `generated_ids` are what it generated before it left one."""
         self._table.set(slot, params)
-        self._batch = None
+        self._rows_entered = True
         if params.has_penalties:
             self._counts.enter(slot, prompt_ids, generated_ids)
 
@@ -293,7 +307,7 @@ class Sampler:
         Parameters
         ----------
         logits
-            [rows, vocabulary].
+            [rows, vocabulary]; those of end tokens that are held back may be overwritten.
         slots, slots_on_device
             int64 [rows]: the slot of each row.
         positions
@@ -303,15 +317,28 @@ class Sampler:
         -------
         int64 [rows], on the device
         """
-        if self._batch is None or not np.array_equal(slots, self._slots):
-            self._slots, self._batch = slots.copy(), self._table.batch(slots, self._device)
+        if self._rows_entered or not np.array_equal(slots, self._slots):
+            self._rows_changed(slots)
+        self._counts.flush()
+        counts = self._counts.counts
+        if self._kernel is not None:
+            return self._kernel.sample(logits, slots_on_device, positions, counts)
+        assert self._batch is not None
         if self._batch.repetition is None:
             return sample(logits, self._batch, positions)
-        self._counts.flush()
-        counts = self._counts.counts[slots_on_device]
-        ids = sample(logits, self._batch, positions, counts)
+        ids = sample(logits, self._batch, positions, counts[slots_on_device])
         self._counts.add(slots_on_device, ids)
         return ids
+
+    def _rows_changed(self, slots: np.ndarray) -> None:
+        self._slots = slots.copy()
+        if self._kernel is None:
+            self._batch = self._table.batch(slots, self._device)
+        else:
+            if self._rows_entered:
+                self._kernel.settings_changed()
+            self._kernel.rows_changed(slots)
+        self._rows_entered = False
 
 
 def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
