@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, Protocol, cast
 
@@ -24,6 +23,7 @@ import pyarrow.compute as pc
 from bulk_pipeline.engine.request import NOT_RUN, READY, Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.journal import ISOLATE_DEATHS, MAX_DEATHS, Journal
+from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile, tell_watchers
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.stored import (
     MAX_ATTEMPTS,
@@ -47,7 +47,8 @@ from bulk_pipeline.store import (
     Store,
 )
 
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0  # between two reports and two writes of the progress file
+WATCH_SECONDS = 0.5  # between two looks of those who watch within the process
 SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first
 READ_ROWS = 2048  # read at once, so that long completions stay few
 
@@ -63,35 +64,6 @@ class Generator(Protocol):
         self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
     ) -> Iterator[Completion]:
         """Yield one completion a request, in any order; call `on_step` after each step."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a partition is: requests, tokens, and the seconds since generation began."""
-
-    partition: str
-    requests: int
-    done: int = 0
-    completion_tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Completion tokens a second so far."""
-        return self.completion_tokens / max(time.monotonic() - self.started, 1e-9)
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds to go at the rate of requests so far; infinite before the first."""
-        seconds = time.monotonic() - self.started
-        return seconds / self.done * (self.requests - self.done) if self.done else float("inf")
-
-    def __str__(self) -> str:
-        left = f"{self.seconds_left:.0f} s left" if self.done else "no estimate yet"
-        return (
-            f"{self.partition}: {self.done} of {self.requests} requests, "
-            f"{self.tokens_per_second:.1f} tokens/s, {left}"
-        )
 
 
 def complete_partition(
@@ -135,12 +107,16 @@ def complete_partition(
         job = _Job(spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint)
         _check_error_rate(spec, key, job.num_not_ready, job.num_requests)
         job.plan(redo)
-        progress = Progress(key, requests=job.num_to_run)
+        progress, file = Progress(key, requests=job.num_to_run), ProgressFile(partition)
+        runs = writer.manifest.meta.get("runs", [])
+        runs = [*runs, *file.take_over(runs)]
         if job.num_to_run:
             log.info("%s: %d requests to run: %s", key, job.num_to_run, job.reasons)
-            _run(job, _PartSink(spec, writer, progress, on_progress), get_generator)
+            _run(job, _PartSink(spec, writer, progress, file, on_progress), get_generator)
+            runs.append(progress.record())
         if not job.is_finished():
-            job.finish()
+            job.finish(runs[-MAX_RUNS:])
+        file.delete()
         counts = writer.manifest.meta["status_counts"]
     for problem in writer.lost:
         log.warning("%s; the requests that it answered run again", problem)
@@ -161,11 +137,14 @@ def complete_partition(
             "requests_copied": job.num_copied,
             "requests_shared": job.num_fan_out,
             "completion_tokens": progress.completion_tokens,
-            "tokens_per_second": progress.tokens_per_second if job.num_to_run else 0.0,
+            "tokens_per_second": progress.tokens_per_second,
+            "generation_seconds": progress.seconds,
+            "mean_batch": progress.mean_batch,
+            "cached_token_share": progress.cached_tokens / max(progress.prompt_tokens, 1),
             "seconds": time.monotonic() - started,
             **({"parts_lost": writer.lost} if writer.lost else {}),
             **({"files_set_aside": writer.set_aside} if writer.set_aside else {}),
-            **{f"status_{status}": count for status, count in sorted(counts.items())},
+            **{f"status_{status}": counts.get(status, 0) for status in sorted(Status)},
         },
     )
 
@@ -282,8 +261,11 @@ class _Job:
             and not self.num_copied
         )
 
-    def finish(self) -> None:
-        """Deal the stored completions out to the requests, sort, count, and commit the table."""
+    def finish(self, runs: list[dict[str, Any]]) -> None:
+        """Deal the stored completions out to the requests, sort, count, and commit the table.
+
+        `runs` are the records of those that made them.
+        """
         parts, partition = self.writer.manifest.parts, self.writer.partition
         answers = self._answers()
         assert answers.has_all(), "a request has neither an answer nor an error"
@@ -310,7 +292,7 @@ class _Job:
             [part.part],
             complete=not offset or failed / offset <= allowed,
             inputs=self.inputs,
-            meta={"status_counts": dict(counts), "made_with": self.made_with},
+            meta={"status_counts": dict(counts), "made_with": self.made_with, "runs": runs},
         )
         self.writer.discard(pieces)
         self.journal.forget(list(self.journal.deaths))
@@ -334,20 +316,21 @@ def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -
     # Few enough to hold: what was in flight when a process died.
     apart = list(requests_at(job.prompts, job.model_fingerprint, set_apart))
     given_up = set(job.given_up.tolist())
+    sink.report()
     try:
         for wanted in apart:
             if wanted.number in given_up:
-                sink.add(_given_up(wanted))
+                sink.add(wanted, _given_up(wanted), None, MAX_ATTEMPTS)
         if len(together) or len(job.alone):
             generator = get_generator()
-            sink.progress.started = time.monotonic()
+            sink.progress.start(generator.provenance, getattr(generator, "stats", None))
             wanted_together = requests_at(job.prompts, job.model_fingerprint, together)
             _generate(job, sink, generator, wanted_together, job.journal.ahead)
             for wanted in apart:
                 if wanted.number not in given_up:
                     _generate(job, sink, generator, iter([wanted]), 1)
     finally:
-        sink.flush()
+        sink.close()
     assert sink.progress.done == job.num_to_run, (sink.progress.done, job.num_to_run)
 
 
@@ -369,18 +352,15 @@ def _generate(
         request = in_flight.pop(cast(int, completion.request_id))
         job.journal.finish(request.key)
         attempts = int(job.attempts[request.number]) + 1
-        sink.add(_completion_row(request, completion, produced_by, attempts))
+        sink.add(request, completion, produced_by, attempts)
 
 
-def _given_up(wanted: WantedRequest) -> tuple[Any, ...]:
+def _given_up(wanted: WantedRequest) -> Completion:
     error = (
         f"{MAX_DEATHS} processes died while this request was in flight, the last time with no "
         f"other; look for the reason in the system's log (memory?), then redo it"
     )
-    completion = Completion(
-        wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=error
-    )
-    return _completion_row(wanted, completion, None, MAX_ATTEMPTS)
+    return Completion(wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=error)
 
 
 def _completion_row(
@@ -421,20 +401,26 @@ class _PartSink:
         spec: BulkInferenceSpec,
         writer: PartitionWriter,
         progress: Progress,
+        file: ProgressFile,
         on_progress: Callable[[Progress], None],
     ):
         self._output, self._writer = spec.output, writer
-        self.progress, self._on_progress = progress, on_progress
+        self.progress, self._file, self._on_progress = progress, file, on_progress
         self._rows: list[tuple[Any, ...]] = []
-        self._flushed = self._reported = time.monotonic()
+        self._flushed = self._reported = self._shown = time.monotonic()
 
-    def add(self, row: tuple[Any, ...]) -> None:
-        """Take a finished completion, a row of `COMPLETIONS_SCHEMA`."""
+    def add(
+        self,
+        request: WantedRequest,
+        completion: Completion,
+        produced_by: str | None,
+        attempts: int,
+    ) -> None:
+        """Take a finished completion."""
         if not self._rows:
             self._flushed = time.monotonic()  # an idle sink owes nothing
-        self._rows.append(row)
-        self.progress.done += 1
-        self.progress.completion_tokens += row[_COMPLETION_TOKENS]
+        self._rows.append(_completion_row(request, completion, produced_by, attempts))
+        self.progress.add(completion)
         if len(self._rows) >= self._output.flush_rows:
             self.flush()
 
@@ -443,9 +429,28 @@ class _PartSink:
         now = time.monotonic()
         if self._rows and now - self._flushed >= self._output.flush_seconds:
             self.flush()
+        if now - self._shown >= WATCH_SECONDS:
+            tell_watchers(self.progress)
+            self._shown = now
         if now - self._reported >= PROGRESS_SECONDS:
+            self.report()
             self._on_progress(self.progress)
             self._reported = now
+
+    def report(self) -> None:
+        """Tell other processes how far the run is."""
+        self.progress.mark()
+        self._file.write(self.progress)
+        tell_watchers(self.progress)
+
+    def close(self) -> None:
+        """Generation is over, well or not: keep what is finished."""
+        self.progress.stop()
+        try:
+            self.flush()
+        finally:
+            self._file.write(self.progress, is_last=True)
+            tell_watchers(self.progress)
 
     def flush(self) -> None:
         """Make what was taken durable."""
@@ -462,9 +467,6 @@ class _PartSink:
         self._writer.commit([*self._writer.manifest.parts, part.part], complete=False)
         self._rows.clear()
         self._flushed = time.monotonic()
-
-
-_COMPLETION_TOKENS = COMPLETIONS_SCHEMA.get_field_index("completion_tokens")
 
 
 def _deal(

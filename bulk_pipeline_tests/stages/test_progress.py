@@ -1,0 +1,154 @@
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bulk_pipeline.stages import complete as complete_module
+from bulk_pipeline.stages.complete import complete_partition
+from bulk_pipeline.stages.progress import (
+    MAX_POINTS,
+    PROGRESS_FILE,
+    Progress,
+    is_alive,
+    merge_runs,
+    read_progress,
+    watching,
+)
+from bulk_pipeline.store import COMPLETIONS
+from bulk_pipeline_tests.factories import (
+    KEY,
+    EchoGenerator,
+    make_prompt,
+    make_spec,
+    make_store,
+    write_prompts,
+)
+
+
+@pytest.fixture
+def spec(tmp_path):
+    return make_spec(tmp_path)
+
+
+@pytest.fixture
+def store(spec):
+    return make_store(spec)
+
+
+def complete(spec, store, generator, on_step=None, **kwargs):
+    return complete_partition(spec, store, KEY, lambda: generator, "model", **kwargs)
+
+
+def runs(store) -> list[dict]:
+    return store.partition(COMPLETIONS, KEY).manifest().meta["runs"]
+
+
+def test_a_finished_run_is_kept_in_the_manifest_and_its_file_is_gone(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(6)])
+    report = complete(spec, store, EchoGenerator())
+    (run,) = runs(store)
+    assert (run["requests"], run["done"]) == (6, 6)
+    assert (run["prompt_tokens"], run["completion_tokens"]) == (24, 24)
+    assert run["busy_seconds"] == 3.0
+    assert run["points"][-1][1:3] == [6, 24]
+    assert report.metadata["generation_seconds"] == run["seconds"]
+    assert read_progress(store.partition(COMPLETIONS, KEY)) is None
+
+
+def test_a_run_without_requests_leaves_no_record(spec, store):
+    write_prompts(store, [make_prompt(0)])
+    complete(spec, store, EchoGenerator())
+    before = runs(store)
+    complete(spec, store, EchoGenerator())
+    assert runs(store) == before
+
+
+def test_the_next_run_takes_over_what_a_failed_one_left(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(6)])
+    with pytest.raises(RuntimeError, match="the generator broke"):
+        complete(spec, store, EchoGenerator(fails_at=[4]))
+    left = read_progress(store.partition(COMPLETIONS, KEY))
+    assert (left["done"], left["requests"], left["pid"]) == (4, 6, os.getpid())
+    complete(spec, store, EchoGenerator())
+    assert [run["done"] for run in runs(store)] == [4, 2]
+    assert merge_runs(runs(store))["completion_tokens"] == 24
+
+
+def test_other_processes_can_read_how_far_a_run_is(spec, store, monkeypatch):
+    monkeypatch.setattr(complete_module, "PROGRESS_SECONDS", 0.0)
+    write_prompts(store, [make_prompt(i) for i in range(6)])
+    seen = []
+
+    class Looking(EchoGenerator):
+        def _answer(self, request):
+            seen.append(read_progress(store.partition(COMPLETIONS, KEY)))
+            return super()._answer(request)
+
+    complete(spec, store, Looking())
+    assert [record["done"] for record in seen] == sorted(record["done"] for record in seen)
+    assert seen[0]["done"] == 0
+    assert 0 < seen[-1]["done"] < 6
+    assert all(is_alive(record) for record in seen)
+
+
+def test_a_watcher_of_the_process_sees_the_run_and_no_later_one(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+    seen = []
+    with watching(lambda progress: seen.append(progress.done)):
+        complete(spec, store, EchoGenerator())
+    complete(spec, store, EchoGenerator(), redo="all")
+    assert (seen[0], seen[-1]) == (0, 4)
+    assert seen.count(4) == 1
+
+
+def test_batches_are_those_that_the_engine_counts(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+
+    class Counting(EchoGenerator):
+        stats = SimpleNamespace(rows=100, steps=10)
+
+        def _answer(self, request):
+            self.stats.rows += 3
+            self.stats.steps += 1
+            return super()._answer(request)
+
+    assert complete(spec, store, Counting()).metadata["mean_batch"] == 3.0
+    assert runs(store)[0]["mean_batch"] == 3.0
+    assert runs(store)[0]["points"][-1][3] == 3.0
+
+
+def test_a_torn_progress_file_is_none(store):
+    folder = store.partition(COMPLETIONS, KEY).path
+    os.makedirs(folder)
+    with open(f"{folder}/{PROGRESS_FILE}", "w") as file:
+        file.write('{"done": ')
+    assert read_progress(store.partition(COMPLETIONS, KEY)) is None
+
+
+def test_the_curve_of_a_long_run_stays_short_and_keeps_its_end(monkeypatch):
+    progress, now = Progress("all", 10_000), 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress.start({})
+    for step in range(10_000):
+        now, progress.done = step * 5.0, step
+        progress.mark()
+    progress.stop()
+    seconds = [point[0] for point in progress.points]
+    assert MAX_POINTS / 3 < len(seconds) <= MAX_POINTS + 1
+    assert seconds == sorted(seconds)
+    assert progress.points[-1][:2] == [9999 * 5.0, 9999]
+
+
+def test_whether_the_writer_of_a_record_is_alive():
+    here = {"host": socket.gethostname(), "updated": time.time()}
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert is_alive(here | {"pid": os.getpid()})
+    assert not is_alive(here | {"pid": ended.pid})
+    assert not is_alive(here | {"pid": os.getpid(), "updated": 0})  # another process had the number
+    assert is_alive({"host": "elsewhere", "pid": 1, "updated": time.time()})
+    assert not is_alive({"host": "elsewhere", "pid": 1, "updated": time.time() - 3600})
