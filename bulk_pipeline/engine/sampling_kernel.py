@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bulk_pipeline.engine import sampling
-from bulk_pipeline.engine.sampling import SettingsTable, SharedLists, upload
+from bulk_pipeline.engine import sampling, sampling_slots
+from bulk_pipeline.engine.sampling_slots import SettingsTable, SharedLists, upload
 
 BLOCK = 2048  # logits that a program reads at once
 NUM_WARPS = 8
@@ -27,18 +27,18 @@ LIST_BLOCK = 256
 COPY_BYTES = 1 << 27  # most memory for float32 copies of logits with biases and penalties
 MARGIN = 1e-3  # well above the error of a score in float32
 
-SEED = tl.constexpr(sampling.SEED)
-TOP_K = tl.constexpr(sampling.TOP_K)
-MIN_NEW = tl.constexpr(sampling.MIN_NEW)
-ENDS = tl.constexpr(sampling.ENDS)
-BIASES = tl.constexpr(sampling.BIASES)
-TEMPERATURE = tl.constexpr(sampling.TEMPERATURE)
-TOP_P = tl.constexpr(sampling.TOP_P)
-LOG_MIN_P = tl.constexpr(sampling.LOG_MIN_P)
-REPETITION = tl.constexpr(sampling.REPETITION)
-FREQUENCY = tl.constexpr(sampling.FREQUENCY)
-PRESENCE = tl.constexpr(sampling.PRESENCE)
-MAX_ENTRY = tl.constexpr(2 * sampling.MAX_COUNT)
+SEED = tl.constexpr(sampling_slots.SEED)
+TOP_K = tl.constexpr(sampling_slots.TOP_K)
+MIN_NEW = tl.constexpr(sampling_slots.MIN_NEW)
+ENDS = tl.constexpr(sampling_slots.ENDS)
+BIASES = tl.constexpr(sampling_slots.BIASES)
+TEMPERATURE = tl.constexpr(sampling_slots.TEMPERATURE)
+TOP_P = tl.constexpr(sampling_slots.TOP_P)
+LOG_MIN_P = tl.constexpr(sampling_slots.LOG_MIN_P)
+REPETITION = tl.constexpr(sampling_slots.REPETITION)
+FREQUENCY = tl.constexpr(sampling_slots.FREQUENCY)
+PRESENCE = tl.constexpr(sampling_slots.PRESENCE)
+MAX_ENTRY = tl.constexpr(2 * sampling_slots.MAX_COUNT)
 GAMMA = tl.constexpr(sampling.GAMMA)
 MIX_1 = tl.constexpr(sampling.MIX_1)
 MIX_2 = tl.constexpr(sampling.MIX_2)
@@ -59,6 +59,8 @@ class KernelSampler:
         self._biases = _DeviceLists(table.biases, device)
         self._all_rows = torch.arange(table.integers.shape[1], dtype=torch.int64, device=device)
         self._copy_rows = max(1, COPY_BYTES // (4 * vocab_size))
+        self._plain = self._edited = self._all_rows[:0]
+        self._is_held = self._is_biased = False
         self._integers = torch.zeros(0, dtype=torch.int64, device=device)
         self._floats = torch.zeros(0, dtype=torch.float64, device=device)
 
@@ -70,9 +72,9 @@ class KernelSampler:
     def rows_changed(self, slots: np.ndarray) -> None:
         """Take note of the slots of the rows that are sampled from now on."""
         table, num_rows = self._table, len(slots)
-        is_biased = table.integers[sampling.BIASES, slots] != 0
+        is_biased = table.integers[sampling_slots.BIASES, slots] != 0
         is_edited = is_biased | table.is_penalised(slots)
-        self._is_held = bool(table.integers[sampling.MIN_NEW, slots].any())
+        self._is_held = bool(table.integers[sampling_slots.MIN_NEW, slots].any())
         self._is_biased = bool(is_biased.any())
         self._plain, self._edited = self._all_rows[:num_rows], self._all_rows[:0]
         if is_edited.all():

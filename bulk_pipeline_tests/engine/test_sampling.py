@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 from bulk_pipeline.engine.request import SamplingParams
 from bulk_pipeline.engine.sampling import (
     GAMMA,
-    MAX_COUNT,
     MIX_1,
     MIX_2,
     TOP_P_PREFIX,
     Sampler,
     SamplingBatch,
-    SharedLists,
     draw,
     problem_with,
     sample,
     uniform,
 )
+from bulk_pipeline.engine.sampling_slots import MAX_COUNT, SharedLists
 
 MASK = (1 << 64) - 1
 NUMBERS = [0.6524484863740322, 0.7058601101654737, 0.4747642291100628]
@@ -441,6 +440,10 @@ class TestProblems:
             (
                 {"banned_token_ids": tuple(range(50))},
                 "sampling.banned_token_ids: all 50 tokens are banned; remove some",
+            ),
+            (
+                {"repetition_penalty": 0.0},
+                "sampling.repetition_penalty must be above 0, got 0.0",
             ),
         ],
         ids=str,
