@@ -303,12 +303,15 @@ def _narrow(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return the largest key from `low`, below `end`, at or above which there is enough.
+    """Return a key that parts the row's tokens as the largest with enough at or above it does.
 
     Enough is `needed` tokens, or `needed` weight of tokens. It must be so at `low`, and not at
-    `end`; the space between is quartered in every pass over the row.
+    `end`; the space between is quartered in every pass over the row, until one key or (with
+    float32's many keys) one token is left in it.
     """
-    while end - low > 1:
+    num_low = tl.full([], VOCAB_SIZE, tl.int32)  # tokens at or above `low`, or more
+    num_end = tl.full([], 0, tl.int32)
+    while (end - low > 1) & (num_low - num_end > 1):
         step = (end - low + 3) // 4
         first = tl.minimum(low + step, end).to(tl.int32)
         second = tl.minimum(low + 2 * step, end).to(tl.int32)
@@ -316,6 +319,9 @@ def _narrow(
         above_first = tl.zeros([BLOCK], tl.float32)
         above_second = tl.zeros([BLOCK], tl.float32)
         above_third = tl.zeros([BLOCK], tl.float32)
+        num_first = tl.zeros([BLOCK], tl.int32)
+        num_second = tl.zeros([BLOCK], tl.int32)
+        num_third = tl.zeros([BLOCK], tl.int32)
         for start in tl.range(0, VOCAB_SIZE, BLOCK, num_stages=STAGES):
             ids = start + tl.arange(0, BLOCK)
             keys = _load_keys(logits_row, ids, VOCAB_SIZE, IS_HALF)
@@ -326,9 +332,23 @@ def _narrow(
             above_first += tl.where(keys >= first, amounts, 0.0)
             above_second += tl.where(keys >= second, amounts, 0.0)
             above_third += tl.where(keys >= third, amounts, 0.0)
+            if not IS_HALF:
+                num_first += (keys >= first).to(tl.int32)
+                num_second += (keys >= second).to(tl.int32)
+                num_third += (keys >= third).to(tl.int32)
         num_enough = (tl.sum(above_first, axis=0) >= needed).to(tl.int64)
         num_enough += (tl.sum(above_second, axis=0) >= needed).to(tl.int64)
         num_enough += (tl.sum(above_third, axis=0) >= needed).to(tl.int64)
+        if not IS_HALF:
+            at_first = tl.sum(num_first, axis=0)
+            at_second = tl.sum(num_second, axis=0)
+            at_third = tl.sum(num_third, axis=0)
+            new_end = tl.where(num_enough == 2, at_third, num_end)
+            new_end = tl.where(num_enough == 1, at_second, new_end)
+            num_end = tl.where(num_enough == 0, at_first, new_end)
+            new_low = tl.where(num_enough == 1, at_first, num_low)
+            new_low = tl.where(num_enough == 2, at_second, new_low)
+            num_low = tl.where(num_enough == 3, at_third, new_low)
         low += num_enough * step
         end = tl.minimum(end, low + step)
     return low
