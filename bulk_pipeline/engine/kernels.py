@@ -1,0 +1,449 @@
+"""Triton kernels of the dense forward pass: all of it but the matrix products.
+
+Every kernel rounds to float16 where transformers' float16 Llama does: products and sums are made
+in float32 and cast one by one, so that none of them fuse. None of the launches depends on data,
+and each can be captured in a CUDA graph. A slot is a token's place in the cache, counted over all
+pages; a negative one belongs to a padding row and is not written.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+PAGE = 256  # tokens of a page
+SILU_BLOCK = 1024
+TABLE_BLOCK = 64
+MIN_DOT = 16  # the smallest side of a tensor-core product
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTuning:
+    """How the decoding kernel reads the cache.
+
+    Attributes
+    ----------
+    block
+        Keys read at once; divides a page.
+    warps, stages
+        As Triton's num_warps and num_stages. Finding a key's page takes stages of its own: 5 keep
+        two blocks on their way, 3 only one.
+    """
+
+    block: int = 64
+    warps: int = 4
+    stages: int = 5
+
+
+TUNING = AttentionTuning()
+
+
+@triton.jit
+def _half(x):  # type: ignore[no-untyped-def]
+    """Round to float16, and go on in float32."""
+    return x.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    residual_ptr,  # [rows, SIZE]; with ADD, `x` is added to it in place
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    hidden = tl.load(residual_ptr + row + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        added = tl.load(x_ptr + row + i, mask=inside, other=0.0).to(tl.float32)
+        hidden = _half(hidden + added)
+        tl.store(residual_ptr + row + i, hidden.to(tl.float16), mask=inside)
+    mean = tl.sum(hidden * hidden, 0) / SIZE
+    normed = _half(hidden * tl.rsqrt(mean + eps))
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + i, (normed * weight).to(tl.float16), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _stage_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr,
+    lengths_ptr,
+    table_ptr,
+    rows,
+    ids_out_ptr,
+    positions_ptr,
+    slots_ptr,
+    keys_ptr,
+    table_out_ptr,
+    WIDTH: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    given = row < rows
+    length = tl.load(lengths_ptr + row, mask=given, other=-1)
+    token = tl.load(ids_ptr + row, mask=given, other=0)
+    live = length >= 0
+    position = tl.maximum(length, 0)
+    page = tl.load(table_ptr + row * WIDTH + position // PAGE_TOKENS, mask=live, other=0)
+    slot = tl.where(live, page * PAGE_TOKENS + position % PAGE_TOKENS, -1)
+    tl.store(ids_out_ptr + row, token)
+    tl.store(positions_ptr + row, position)
+    tl.store(slots_ptr + row, slot)
+    tl.store(keys_ptr + row, length + 1)
+    for start in range(0, WIDTH, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        pages = tl.load(table_ptr + row * WIDTH + i, mask=(i < WIDTH) & live, other=0)
+        tl.store(table_out_ptr + row * WIDTH + i, pages, mask=i < WIDTH)
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr,  # [tokens, Q_HEADS + 2 * KV_HEADS, D]: queries, keys, values
+    cos_ptr,  # [positions, D / 2]
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    k_ptr,  # [slots, KV_HEADS, D]
+    v_ptr,
+    norm_ptr,  # [2, D], weights for queries and keys; with NORM
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # a power of two, at least the queries of a group and their key
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,  # also turn the keys where they are
+):
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    packed = packed_ptr + token * (Q_HEADS + 2 * KV_HEADS) * D
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    j = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, D_PADDED // 2)[None, :]
+    is_dim = d < HALF
+    is_key = (j == GROUP) & is_dim
+    inside = (j <= GROUP) & is_dim
+    head = tl.where(j < GROUP, kv_head * GROUP + j, Q_HEADS + kv_head)
+    at = packed + head * D + d
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D
+        scale = tl.rsqrt(mean + eps)[:, None]
+        weight = norm_ptr + tl.where(j == GROUP, D, 0) + d
+        low = _half(_half(low * scale) * tl.load(weight, mask=inside, other=0.0).to(tl.float32))
+        high = _half(
+            _half(high * scale) * tl.load(weight + HALF, mask=inside, other=0.0).to(tl.float32)
+        )
+    cos = tl.load(cos_ptr + position * HALF + d, mask=is_dim, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * HALF + d, mask=is_dim, other=0.0).to(tl.float32)
+    turned_low = (_half(low * cos) - _half(high * sin)).to(tl.float16)
+    turned_high = (_half(high * cos) + _half(low * sin)).to(tl.float16)
+    kept = inside if KEEP else (j < GROUP) & is_dim
+    tl.store(at, turned_low, mask=kept)
+    tl.store(at + HALF, turned_high, mask=kept)
+    target = (slot * KV_HEADS + kv_head) * D
+    written = is_key & (slot >= 0)
+    key = k_ptr + target + d + j * 0
+    tl.store(key, turned_low, mask=written)
+    tl.store(key + HALF, turned_high, mask=written)
+    whole = tl.arange(0, D_PADDED)
+    value = tl.load(packed + (Q_HEADS + KV_HEADS + kv_head) * D + whole, mask=whole < D, other=0.0)
+    tl.store(v_ptr + target + whole, value, mask=(whole < D) & (slot >= 0))
+
+
+@triton.jit
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr,  # [rows, Q_HEADS + 2 * KV_HEADS, D]: queries, turned, and what is not read here
+    k_ptr,  # [slots, KV_HEADS, D]
+    v_ptr,
+    out_ptr,  # SPLITS = 1: [rows, Q_HEADS, D]; else float32 [rows, Q_HEADS, SPLITS, D]
+    sums_ptr,  # float32 [rows, Q_HEADS, SPLITS], log2 of the sum of exponentials; SPLITS > 1
+    table_ptr,  # int32 [rows, WIDTH]
+    keys_ptr,  # int32 [rows], keys of each row; 0 for padding
+    scale,  # of the scores, times log2(e)
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,  # a split takes at least so many keys
+):
+    kv_head = tl.program_id(0)  # heads of a row lie side by side: read them at about one time
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    GROUP: tl.constexpr = Q_HEADS // KV_HEADS
+    num_keys = tl.load(keys_ptr + row)
+    m = tl.arange(0, M)
+    d = tl.arange(0, D_PADDED)
+    t = tl.arange(0, BLOCK)
+    head = kv_head * GROUP + m
+    is_query = (m < GROUP)[:, None] & (d < D)[None, :]
+    q_at = row * (Q_HEADS + 2 * KV_HEADS) * D + head[:, None] * D + d[None, :]
+    q = tl.load(packed_ptr + q_at, mask=is_query, other=0.0)
+    best = tl.full((M,), -1.0e30, tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D_PADDED), tl.float32)
+    start = 0
+    end = num_keys
+    if SPLITS > 1:
+        share = (num_keys + SPLITS - 1) // SPLITS
+        share = tl.maximum((share + BLOCK - 1) // BLOCK * BLOCK, MIN_TOKENS)
+        start = split * share
+        end = tl.minimum(start + share, num_keys)
+    for s in range(start, end, BLOCK):
+        page = tl.load(table_ptr + row * WIDTH + s // PAGE_TOKENS).to(tl.int64)
+        first = (page * PAGE_TOKENS + s % PAGE_TOKENS) * (KV_HEADS * D) + kv_head * D
+        offsets = first + t[:, None] * (KV_HEADS * D) + d[None, :]
+        is_token = (s + t) < end
+        mask = is_token[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.where(is_token[None, :], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+    safe = tl.where(total > 0, total, 1.0)
+    out = acc / safe[:, None]
+    if SPLITS == 1:
+        out_at = row * Q_HEADS * D + head[:, None] * D + d[None, :]
+        tl.store(out_ptr + out_at, out.to(tl.float16), mask=is_query)
+    else:
+        piece = (row * Q_HEADS + head) * SPLITS + split
+        tl.store(out_ptr + piece[:, None] * D + d[None, :], out, mask=is_query & (start < end))
+        sums = tl.where(total > 0, best + tl.log2(safe), -float("inf"))
+        tl.store(sums_ptr + piece, sums, mask=m < GROUP)
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,  # float32 [rows, heads, SPLITS, D]
+    sums_ptr,  # float32 [rows, heads, SPLITS]
+    out_ptr,  # [rows, heads, D]
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)  # of all rows
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, D_PADDED)
+    sums = tl.load(sums_ptr + head * SPLITS + s)
+    best = tl.maximum(tl.max(sums, 0), -1.0e30)
+    weights = tl.exp2(sums - best)
+    is_part = (sums > -1.0e30)[:, None] & (d < D)[None, :]  # the others were never written
+    at = (head * SPLITS + s)[:, None] * D + d[None, :]
+    parts = tl.load(parts_ptr + at, mask=is_part, other=0.0)
+    total = tl.sum(weights, 0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + head * D + d, out.to(tl.float16), mask=d < D)
+
+
+@triton.jit
+def _silu_kernel(x_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64) * 2 * SIZE
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    gate = tl.load(x_ptr + row + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row + SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    silu = _half(gate / (1.0 + tl.exp(-gate)))
+    tl.store(x_ptr + row + i, (silu * up).to(tl.float16), mask=inside)
+
+
+def rms_norm(
+    residual: torch.Tensor,
+    added: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the norm of `residual` [rows, size], after adding `added` to it in place."""
+    rows, size = residual.shape
+    out = torch.empty_like(residual) if out is None else out
+    _norm_kernel[(rows,)](
+        residual,
+        residual if added is None else added,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        ADD=added is not None,
+        num_warps=8 if size > 2048 else 4,
+    )
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up as a view of `gate_up` [rows, 2 * size], whose first half it is."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    grid = (rows, triton.cdiv(size, SILU_BLOCK))
+    _silu_kernel[grid](gate_up, SIZE=size, BLOCK=SILU_BLOCK, num_warps=4)
+    return gate_up[:, :size]
+
+
+def stage_rows(
+    token_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    ids_out: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    num_keys: torch.Tensor,
+    table_out: torch.Tensor,
+) -> None:
+    """Copy the rows of a step into fixed buffers, padded, and find where each new token goes.
+
+    Parameters
+    ----------
+    lengths
+        int32, tokens in the pages before the new one; negative for a padding row.
+    ids_out, positions, slots, num_keys, table_out
+        The buffers; the first dimension of `ids_out` is the rows to fill.
+    """
+    _stage_kernel[(ids_out.shape[0],)](
+        token_ids,
+        lengths,
+        block_table,
+        token_ids.shape[0],
+        ids_out,
+        positions,
+        slots,
+        num_keys,
+        table_out,
+        WIDTH=table_out.shape[1],
+        PAGE_TOKENS=PAGE,
+        BLOCK=TABLE_BLOCK,
+        num_warps=1,
+    )
+
+
+def rope_and_store(
+    packed: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    head_norms: torch.Tensor | None = None,
+    eps: float = 0.0,
+    keep_keys: bool = False,
+) -> None:
+    """Turn queries and keys by their positions, and write keys and values into the pages.
+
+    Parameters
+    ----------
+    packed
+        [tokens, query heads + 2 * key heads, head size]; the queries are turned in place.
+    rope
+        Cosines and sines, [positions, head size / 2].
+    keys, values
+        One layer's cache, [slots, key heads, head size].
+    head_norms
+        [2, head size], weights of the RMSNorm of each query head and each key head before.
+    keep_keys
+        Whether the keys are turned in place too.
+    """
+    tokens, heads, size = packed.shape
+    kv_heads = keys.shape[1]
+    q_heads = heads - 2 * kv_heads
+    _rope_kernel[(tokens, kv_heads)](
+        packed,
+        *rope,
+        positions,
+        slots,
+        keys,
+        values,
+        packed if head_norms is None else head_norms,
+        eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEADS=triton.next_power_of_2(q_heads // kv_heads + 1),
+        D=size,
+        D_PADDED=triton.next_power_of_2(size),
+        NORM=head_norms is not None,
+        KEEP=keep_keys,
+        num_warps=1 if size * (q_heads // kv_heads + 1) <= 1024 else 4,
+    )
+
+
+def paged_attention(
+    packed: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    num_keys: torch.Tensor,
+    scale: float,
+    splits: int = 1,
+    min_split_tokens: int = 2 * TUNING.block,
+    tuning: AttentionTuning = TUNING,
+) -> torch.Tensor:
+    """Attend with one query a row over the row's pages; returns [rows, query heads, head size].
+
+    Parameters
+    ----------
+    packed
+        [rows, query heads + 2 * key heads, head size], of which the queries are read.
+    num_keys
+        int32 [rows]; a row with 0 gives zeros.
+    splits
+        A power of two: programs among which a row's keys are divided, each of which takes at
+        least `min_split_tokens`.
+    """
+    rows, heads, size = packed.shape
+    kv_heads = keys.shape[1]
+    q_heads = heads - 2 * kv_heads
+    out = torch.empty((rows, q_heads, size), dtype=packed.dtype, device=packed.device)
+    target = sums = out
+    if splits > 1:
+        shape = (rows, q_heads, splits)
+        target = torch.empty((*shape, size), dtype=torch.float32, device=packed.device)
+        sums = torch.empty(shape, dtype=torch.float32, device=packed.device)
+    padded = triton.next_power_of_2(size)
+    _attention_kernel[(kv_heads, rows, splits)](
+        packed,
+        keys,
+        values,
+        target,
+        sums,
+        block_table,
+        num_keys,
+        scale * LOG2_E,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        M=max(MIN_DOT, triton.next_power_of_2(q_heads // kv_heads)),
+        D=size,
+        D_PADDED=padded,
+        WIDTH=block_table.shape[1],
+        PAGE_TOKENS=PAGE,
+        BLOCK=tuning.block,
+        SPLITS=splits,
+        MIN_TOKENS=min_split_tokens,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
+    if splits > 1:
+        _merge_kernel[(rows * q_heads,)](
+            target, sums, out, D=size, D_PADDED=padded, SPLITS=splits, num_warps=4
+        )
+    return out
