@@ -14,14 +14,17 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+import triton.language as tl  # noqa: E402
+
 from bulk_pipeline.engine import sampling_kernel  # noqa: E402
 from bulk_pipeline.engine.request import SamplingParams  # noqa: E402
-from bulk_pipeline.engine.sampling import Sampler  # noqa: E402
+from bulk_pipeline.engine.sampling import GAMMA, Sampler, _mix, uniform  # noqa: E402
 from bulk_pipeline.engine.sampling_kernel import KernelSampler  # noqa: E402
+from bulk_pipeline.engine.sampling_slots import to_int64  # noqa: E402
 from bulk_pipeline_tests.engine.test_sampling import PROBABILITIES, SUPPORTS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -227,6 +230,46 @@ class TestSpecialValues:
         ids = sampler.sample(logits.to(DEVICE), np.arange(4), slots, slots * 0).tolist()
         assert all(0 <= token < 4 for token in ids)
         assert ids[3] == 2
+
+
+@triton.jit
+def rough_gumbel_kernel(states_ptr, out_ptr, BLOCK: tl.constexpr):
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.load(states_ptr + tl.program_id(0)).to(tl.uint64, bitcast=True)
+    row = out_ptr + tl.program_id(0) * tl.num_programs(1) * BLOCK
+    tl.store(row + ids, sampling_kernel._rough_gumbel(state, ids))
+
+
+def test_scores_in_float32_are_well_within_the_margin():
+    size, num_states = 2**16, 8
+    seeds = torch.arange(num_states)
+    states = _mix(_mix(seeds) + to_int64(GAMMA))
+    found = torch.empty(num_states * size, device=DEVICE)
+    rough_gumbel_kernel[(num_states, size // 1024)](states.to(DEVICE), found, BLOCK=1024)
+    ids = torch.arange(size).repeat(num_states)
+    numbers = uniform(seeds.repeat_interleave(size), torch.zeros_like(ids), ids)
+    exact = -(-numbers.log()).log()
+    assert numbers.max() > 1 - 1e-5  # where the number itself has lost its last digits
+    assert (found.cpu() - exact).abs().max() < sampling_kernel.MARGIN / 10
+
+
+def test_the_first_of_equal_logits_is_the_best():
+    rows = torch.zeros(2, VOCAB).half()
+    rows[1, :7] = -1
+    assert sample_both(rows, [SamplingParams(0.0)] * 2)[0] == [0, 7]
+
+
+def test_scores_that_float32_cannot_tell_apart():
+    """Two tokens that share a lane, with logits that all but level their random numbers."""
+    pair = torch.tensor([3, 3 + sampling_kernel.BLOCK])
+    seeds, zeros = torch.arange(24).repeat_interleave(2), torch.zeros(48, dtype=torch.int64)
+    gumbel = -(-uniform(seeds, zeros, pair.repeat(24)).log()).log()
+    logits = torch.full((24, 2 * sampling_kernel.BLOCK), -1e4)
+    logits[:, pair[0]] = 1.0
+    logits[:, pair[1]] = (1 + gumbel[::2] - gumbel[1::2]).float()
+    found, expected = sample_both(logits, [SamplingParams(seed=seed) for seed in range(24)])
+    assert found == expected
+    assert set(found) == set(pair.tolist())
 
 
 def test_candidates_in_one_lane_are_compared_in_float64(monkeypatch):
