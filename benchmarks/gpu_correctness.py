@@ -15,8 +15,15 @@ from pathlib import Path
 
 import torch
 import transformers
+from exllamav2 import ExLlamaV2Tokenizer
+from exllamav2.generator import (
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2Sampler,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bulk_pipeline.engine.cuda import load_cuda_model
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Request, SamplingParams
 from bulk_pipeline.spec import GeneratorSettings
@@ -118,10 +125,45 @@ def agreement(folder, all_ids) -> dict:
     }
 
 
-def batch_invariance(folder, all_ids) -> dict:
+def plain_loop(folder, all_ids) -> dict:
+    """Compare greedy answers with those of exllamav2's DynamicGenerator, driven the plain way."""
+    generator = load_generator(settings(folder, weights="quantized"))
+    ours = complete(generator, all_ids)
+    generator.close()
+    wanted = settings(folder, weights="quantized")
+    model, cache, _ = load_cuda_model(wanted, Path(folder), rows=64, cache_tokens=65536)
+    plain = ExLlamaV2DynamicGenerator(
+        model=model.exllamav2,
+        cache=cache,
+        tokenizer=ExLlamaV2Tokenizer(model.config),
+        max_batch_size=64,
+        max_q_size=1,
+    )
+    greedy = ExLlamaV2Sampler.Settings.greedy()
+    for number, ids in enumerate(all_ids):
+        job = ExLlamaV2DynamicJob(
+            input_ids=torch.tensor([ids]),
+            max_new_tokens=NEW_TOKENS,
+            gen_settings=greedy,
+            stop_conditions=list(END),
+            identifier=number,
+        )
+        plain.enqueue(job)
+    theirs: list[list[int]] = [[] for _ in all_ids]
+    while plain.num_remaining_jobs():
+        for result in plain.iterate():
+            if result["stage"] == "streaming" and "token_ids" in result:
+                theirs[result["identifier"]] += result["token_ids"][0].tolist()
+    model.close()
+    without_end = [[i for i in ids if i not in END] for ids in ours]
+    differing = sum(a != b for a, b in zip(without_end, theirs, strict=True))
+    return {"rows": len(all_ids), "rows_that_differ": differing}
+
+
+def batch_invariance(folder, all_ids, weights: str = "auto") -> dict:
     answers = {}
     for batch in (1, 8, 64):
-        generator = load_generator(settings(folder, max_batch_size=batch))
+        generator = load_generator(settings(folder, max_batch_size=batch, weights=weights))
         answers[batch] = complete(generator, all_ids)
         generator.close()
     return {
@@ -136,8 +178,8 @@ def batch_invariance(folder, all_ids) -> dict:
 def perplexity(model_folder, cache_type, ids) -> float:
     from exllamav2.attn import ExLlamaV2Attention
 
-    generator = load_generator(settings(model_folder, cache_type=cache_type, cache_tokens=4096))
-    model, cache = generator._models[0], generator._generator.cache
+    wanted = settings(model_folder, cache_type=cache_type, weights="quantized")
+    model, cache, _ = load_cuda_model(wanted, Path(model_folder), rows=64, cache_tokens=4096)
     pages = torch.arange(16, dtype=torch.int32)[None]
     total, count = 0.0, 0
     for start in range(0, len(ids) - 1, CHUNK):
@@ -148,12 +190,12 @@ def perplexity(model_folder, cache_type, ids) -> float:
             max_cache_seqlen=start, page_size=256, q_len=chunk.shape[1],
         )  # fmt: skip
         logits = model.forward_chunk(input_ids=chunk, attn_params=params, cache=cache)["logits"]
-        wanted = torch.tensor(ids[start + 1 : start + 1 + CHUNK], device=logits.device)
+        targets = torch.tensor(ids[start + 1 : start + 1 + CHUNK], device=logits.device)
         losses = torch.nn.functional.cross_entropy(
-            logits[0, : len(wanted)].float(), wanted, reduction="sum"
+            logits[0, : len(targets)].float(), targets, reduction="sum"
         )
-        total, count = total + losses.item(), count + len(wanted)
-    generator.close()
+        total, count = total + losses.item(), count + len(targets)
+    model.close()
     return round(float(torch.tensor(total / count).exp()), 4)
 
 
@@ -219,7 +261,10 @@ def main() -> None:
         ("mixed_lengths", lambda: mixed_lengths(exl2)),
         ("perplexity", lambda: perplexities(fp16, exl2, tokenizer)),
         ("batch_invariance_fp16", lambda: batch_invariance(fp16, all_ids)),
-        ("batch_invariance_exl2", lambda: batch_invariance(exl2, all_ids)),
+        ("batch_invariance_exl2", lambda: batch_invariance(exl2, all_ids, "quantized")),
+        ("batch_invariance_exl2_float16", lambda: batch_invariance(exl2, all_ids, "float16")),
+        ("plain_loop_exl2", lambda: plain_loop(exl2, all_ids)),
+        ("plain_loop_fp16", lambda: plain_loop(fp16, all_ids)),
         ("agreement_fp16", lambda: agreement(fp16, all_ids)),
     ):
         if sys.argv[4:] and name not in sys.argv[4:]:

@@ -300,8 +300,20 @@ class GeneratorSettings(BaseModel):
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="Arithmetic on the CPU; a GPU computes in float16."
     )
-    max_batch_size: int = Field(
-        16, ge=1, le=4096, description="Most requests in generation at once; 1 to 4096."
+    weights: Literal["auto", "quantized", "float16"] = Field(
+        "auto",
+        description="How a GPU holds a quantised model: as it is stored, or dequantised once to "
+        "float16, which takes two bytes a parameter and saves doing it at every step. auto "
+        "dequantises where that takes at most a third of the GPU's memory, on one GPU and with "
+        "an fp16 cache.",
+    )
+    max_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="Most requests in generation at once; 1 to 4096. Default (null): auto, 16 on "
+        "a CPU, and on a GPU as many as 4% of its memory holds logits for, up to 1024; as many of "
+        "them run as the cache holds.",
     )
     cache_tokens: int | None = Field(
         None,

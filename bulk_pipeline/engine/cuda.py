@@ -25,6 +25,15 @@ from exllamav2 import (
 )
 from exllamav2 import attn as exllamav2_attn
 
+from bulk_pipeline.engine.dense import (
+    DenseModel,
+    DenseWeights,
+    decode_bytes,
+    dense_bytes,
+    dense_model_problem,
+    dense_weights,
+    prefill_bytes,
+)
 from bulk_pipeline.engine.folders import (
     OWN_ATTENTION,
     check_architecture,
@@ -48,6 +57,7 @@ CACHES = {
     "q4": ExLlamaV2Cache_Q4,
 }
 PROGRESS_SECONDS = 5.0
+DENSE_SHARE = 1 / 3  # of a GPU's memory, for weights that are dequantised without being asked to
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +91,23 @@ class CudaModel:
         ``exl2``, ``gptq`` or ``float16``.
     max_seq_len
         What the model was made for, or what the rope settings extend it to.
+    dense
+        The weights in float16, where they are held so; exllamav2's own are freed then.
     """
 
     def __init__(
-        self, model: ExLlamaV2, name: str, quantization: str, attention: str, max_seq_len: int
+        self,
+        model: ExLlamaV2,
+        name: str,
+        quantization: str,
+        attention: str,
+        max_seq_len: int,
+        dense: DenseWeights | None,
     ) -> None:
         self._model: ExLlamaV2 | None = model
         self.name, self.quantization, self.attention = name, quantization, attention
         self.max_seq_len = max_seq_len
+        self.dense = dense
         self.config = model.config
 
     @property
@@ -98,6 +117,11 @@ class CudaModel:
             raise RuntimeError(f"{self.name}: the model was closed; load it again")
         return self._model
 
+    @property
+    def weights(self) -> str:
+        """``float16`` or ``quantized``, as they are held."""
+        return "float16" if self.dense or self.quantization == "float16" else "quantized"
+
     def forward_chunk(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Run exllamav2's forward pass."""
         return self.exllamav2.forward_chunk(*args, **kwargs)
@@ -105,8 +129,9 @@ class CudaModel:
     def close(self) -> None:
         """Free the weights."""
         if self._model is not None:
-            self._model.unload()
-            self._model = None
+            if self.dense is None:
+                self._model.unload()
+            self._model = self.dense = None
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -151,7 +176,7 @@ def load_cuda_model(
             )
         before = _allocated()
         try:
-            model, cache = _load(config, settings, cache_tokens, rows, report, before)
+            model, cache, dense = _load(config, settings, cache_tokens, rows, report, before)
         except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -162,13 +187,15 @@ def load_cuda_model(
             torch.cuda.empty_cache()
     report.cache_tokens = cache.max_seq_len
     report.free = {i: torch.cuda.mem_get_info(i)[0] for i in report.weights}
-    made = CudaModel(model, folder.name, quantization, attention_name, max_seq_len)
+    made = CudaModel(model, folder.name, quantization, attention_name, max_seq_len, dense)
     return made, cache, report
 
 
-def paged_model(model: CudaModel, cache: Any) -> ChunkForward:
+def paged_model(model: CudaModel, cache: Any) -> "ChunkForward | DenseModel":
     """Bind a loaded model to its cache, for the scheduler."""
     exllamav2 = model.exllamav2
+    if model.dense is not None:
+        return DenseModel(model.dense, cache.key_states, cache.value_states)
     is_split = bool(exllamav2.tp_context)
     index = 0 if is_split else exllamav2.modules[-1].device_idx
     if not is_split:
@@ -180,7 +207,7 @@ def paged_model(model: CudaModel, cache: Any) -> ChunkForward:
         max_tokens=model.config.max_input_len,
         max_positions=model.config.max_seq_len,
         max_rows=model.config.max_input_len,
-        takes_host_ids=is_split,
+        ids_device=exllamav2.modules[0].embedding.weight.device,
         stream=exllamav2.get_device_context(index).stream,
     )
 
@@ -236,7 +263,7 @@ def _load(
     rows: int,
     report: MemoryReport,
     before: dict[int, int],
-) -> tuple[ExLlamaV2, Any]:
+) -> tuple[ExLlamaV2, Any, DenseWeights | None]:
     model = ExLlamaV2(config)
     kind: Callable[..., Any] = CACHES[settings.cache_type]
     progress = _LoadProgress(Path(settings.model).name)
@@ -244,22 +271,47 @@ def _load(
         model.load_tp(
             settings.gpu_split,
             callback=progress,
-            expect_cache_tokens=cache_tokens or settings.max_batch_size * PAGE_TOKENS,
+            expect_cache_tokens=cache_tokens or rows * PAGE_TOKENS,
             expect_cache_base=kind,
         )
         kind = partial(ExLlamaV2Cache_TP, base=kind)
         tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
-        return model, _measured(kind(model, max_seq_len=tokens), report, before)
+        return model, _measured(kind(model, max_seq_len=tokens), report, before), None
     # load_autosplit runs a full input through the cache, which must hold it.
-    is_auto = settings.gpu_split is None and (cache_tokens or 0) >= config.max_input_len
-    if is_auto:
+    is_split = settings.gpu_split is None and torch.cuda.device_count() > 1
+    if is_split and (cache_tokens or 0) >= config.max_input_len:
         cache = kind(model, max_seq_len=cache_tokens, lazy=True)
         model.load_autosplit(cache, callback=progress)
-    else:
-        model.load(settings.gpu_split or _even_split(config), callback=progress)
-        tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
-        cache = kind(model, max_seq_len=tokens)
-    return model, _measured(cache, report, before)
+        return model, _measured(cache, report, before), None
+    model.load(settings.gpu_split or _even_split(config), callback=progress)
+    dense = _dequantized(model, kind, settings)
+    tokens = cache_tokens or _auto_cache_tokens(
+        model, kind, settings, rows, is_dense=dense is not None
+    )
+    return model, _measured(kind(model, max_seq_len=tokens), report, before), dense
+
+
+def _dequantized(
+    model: ExLlamaV2, kind: Callable[..., Any], settings: GeneratorSettings
+) -> DenseWeights | None:
+    """Take the weights over in float16 where that is wanted and possible."""
+    if settings.weights == "quantized" or settings.draft_model is not None:
+        return None
+    problem = dense_model_problem(model, kind(model, max_seq_len=PAGE_TOKENS))
+    if problem is None and settings.weights == "auto" and model.is_quant():
+        total = torch.cuda.get_device_properties(model.modules[-1].device_idx).total_memory
+        size = dense_bytes(model.config)
+        if size > total * DENSE_SHARE:
+            problem = f"its weights would take {size / GIB:.1f} GiB in float16"
+    if problem is None:
+        return dense_weights(model)
+    if settings.weights == "float16":
+        raise ValueError(
+            f"generator.weights: float16 is not possible for {Path(settings.model).name}: "
+            f"{problem}; set it to auto"
+        )
+    logger.info("%s runs as exllamav2 holds it: %s", Path(settings.model).name, problem)
+    return None
 
 
 def _measured(cache: Any, report: MemoryReport, before: dict[int, int]) -> Any:
@@ -282,7 +334,12 @@ def _even_split(config: ExLlamaV2Config) -> list[float] | None:
 
 
 def _auto_cache_tokens(
-    model: ExLlamaV2, kind: Callable[..., Any], settings: GeneratorSettings, rows: int
+    model: ExLlamaV2,
+    kind: Callable[..., Any],
+    settings: GeneratorSettings,
+    rows: int,
+    *,
+    is_dense: bool = False,
 ) -> int:
     """As many pages as fit beside the weights, and no more than the batch can use."""
     probe = kind(model, max_seq_len=PAGE_TOKENS)
@@ -293,9 +350,12 @@ def _auto_cache_tokens(
     for device, size in per_page.items():
         free, total = torch.cuda.mem_get_info(device)
         margin = cache_margin(total, rows, model.config.vocab_size)
+        if is_dense:
+            margin += decode_bytes(model.config, rows)
+            margin += prefill_bytes(model.config, settings.max_chunk_size)
         pages.append(max(0, free - margin) // size)
     longest = settings.max_seq_len or model.config.max_seq_len
-    useful = settings.max_batch_size * -(-longest // PAGE_TOKENS)
+    useful = rows * -(-longest // PAGE_TOKENS) + 1
     tokens = min(*pages, useful) * PAGE_TOKENS
     if tokens == 0:
         raise RuntimeError(out_of_memory_message("sizing the cache beside the weights"))

@@ -22,8 +22,8 @@ class ChunkForward:
         Positions that the model knows.
     max_rows
         Most rows of a pass over prompts; 1 where padding costs more than it saves.
-    takes_host_ids
-        Whether the token ids must be on the host.
+    ids_device
+        Where the model takes token ids.
     stream
         The CUDA stream that the model runs on.
     """
@@ -37,7 +37,7 @@ class ChunkForward:
         max_tokens: int,
         max_positions: int,
         max_rows: int,
-        takes_host_ids: bool = False,
+        ids_device: torch.device,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         self.device = device
@@ -45,7 +45,7 @@ class ChunkForward:
         self.stream = stream
         self._model, self._cache = model, cache
         self._max_tokens, self._max_positions, self._max_rows = max_tokens, max_positions, max_rows
-        self._takes_host_ids = takes_host_ids
+        self._ids_device = ids_device
 
     def prefill(
         self,
@@ -77,9 +77,8 @@ class ChunkForward:
         max_length: int,
     ) -> torch.Tensor:
         """Run one new token of each row; return logits [rows, vocab_size]."""
-        ids = token_ids.cpu() if self._takes_host_ids else token_ids
         table = block_table[:, : -(-max_length // PAGE_TOKENS)].contiguous()
-        output = self._run(ids[:, None], lengths, table, max_length=max_length)
+        output = self._run(token_ids[:, None], lengths, table, max_length=max_length)
         logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
         return logits.to(self.device)
 
@@ -122,7 +121,7 @@ class ChunkForward:
         )
         params.block_index, params.cache_seqlens = table, lengths
         return self._model.forward_chunk(
-            input_ids=ids,
+            input_ids=ids.to(self._ids_device),
             attn_params=params,
             cache=self._cache,
             preprocess_only=preprocess_only,

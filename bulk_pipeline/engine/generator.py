@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
+from bulk_pipeline.engine.sampling import problem_with
 from bulk_pipeline.engine.scheduler import Row, Stats
 
 QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order
@@ -189,6 +190,8 @@ class BulkGenerator:
                 f"token ids must be below {self._vocab_size}, got {unknown}; "
                 "use the model's own tokenizer",
             )
+        if problem := self._problem_with(request):
+            return refused(Status.INVALID, problem)
         if limit < 1:
             return refused(Status.INVALID, f"max_new_tokens must be at least 1, got {limit}")
         if len(ids) + limit > self.max_seq_len:
@@ -199,6 +202,14 @@ class BulkGenerator:
                 "generator.max_seq_len and generator.cache_tokens",
             )
         return None
+
+    def _problem_with(self, request: Request) -> str | None:
+        if request.sampling.has_penalties and len(self._models) > 1:
+            return (
+                "repetition, frequency and presence penalties do not work with a draft model; "
+                "set generator.draft_model to null"
+            )
+        return problem_with(request.sampling, self._vocab_size)
 
     def _row(self, request: Request) -> Row:
         stop = request.sampling.stop
@@ -234,6 +245,13 @@ class _TextTail:
 
 def _completion(row: Row, decoder: Decoder) -> Completion:
     ids, params = tuple(row.token_ids.tolist()), row.request.sampling
+    if row.error is not None:
+        return Completion(
+            row.request.request_id,
+            Status.ERROR,
+            prompt_tokens=len(row.request.input_ids),
+            error=row.error,
+        )
     ended_by_token = ids[-1] in params.stop_token_ids
     text = decoder.decode(list(ids[:-1] if ended_by_token else ids), skip_special_tokens=True)
     status, reason, incomplete = Status.LENGTH, None, False

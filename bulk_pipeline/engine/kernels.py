@@ -17,6 +17,7 @@ SILU_BLOCK = 1024
 TABLE_BLOCK = 64
 MIN_DOT = 16  # the smallest side of a tensor-core product
 LOG2_E = 1.4426950408889634
+MAX_HALF = tl.constexpr(65504.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         added = tl.load(x_ptr + row + i, mask=inside, other=0.0).to(tl.float32)
         hidden = _half(hidden + added)
+        # as exllamav2 does: infinities would end as NaN; a NaN stays one
+        hidden = tl.where(hidden > MAX_HALF, MAX_HALF, hidden)
+        hidden = tl.where(hidden < -MAX_HALF, -MAX_HALF, hidden)
         tl.store(residual_ptr + row + i, hidden.to(tl.float16), mask=inside)
     mean = tl.sum(hidden * hidden, 0) / SIZE
     normed = _half(hidden * tl.rsqrt(mean + eps))

@@ -17,9 +17,15 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.memory import auto_batch_size
 from bulk_pipeline.engine.model_files import device_extras
 from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in, is_stand_in_installed
-from bulk_pipeline.engine.tokenizer import check_weights, model_fingerprint, resolve_model
+from bulk_pipeline.engine.tokenizer import (
+    check_weights,
+    model_fingerprint,
+    read_config,
+    resolve_model,
+)
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
 if TYPE_CHECKING:
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from bulk_pipeline.engine.scheduler import PagedModel
 
 AUTO_TOKENS_PER_REQUEST = 1024  # of cache, for each request of a full batch
+CPU_BATCH_SIZE = 16  # more rows at once keep two to sixteen cores no busier
 AUTO_MEMORY_SHARE = 0.25  # of the memory that is free, at most, for an automatic cache
 
 logger = logging.getLogger(__name__)
@@ -75,7 +82,12 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
 
     folder = _model_folder(settings.model, settings.revision)
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
-    rows = settings.max_batch_size * (num_draft + 1)
+    batch_size = gpu_batch_size(
+        settings,
+        int(read_config(folder)["vocab_size"]),
+        torch.cuda.get_device_properties(0).total_memory,
+    )
+    rows = batch_size * (num_draft + 1)
     tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
     model, cache, report = load_cuda_model(
         settings, folder, rows=rows, cache_tokens=tokens and tokens + _scratch_tokens(settings)
@@ -95,17 +107,29 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
         folder,
         models,
         caches,
-        paged_model(model, cache),
+        None if settings.draft_model else paged_model(model, cache),
+        batch_size,
         model.max_seq_len,
         device=torch.cuda.get_device_name(),
         quantization=model.quantization,
         attention=model.attention,
+        weights=model.weights,
     )
     logger.info(
-        "loaded %s (%s, attention by %s): %s", folder.name, model.quantization,
-        model.attention, report,
+        "loaded %s (%s, weights held %s, attention by %s): batches of %d, %s", folder.name,
+        model.quantization, model.weights, model.attention, batch_size, report,
     )  # fmt: skip
     return generator
+
+
+def gpu_batch_size(settings: GeneratorSettings, vocab_size: int, total_bytes: int) -> int:
+    """Return the batch size on a GPU of so much memory: as set, or what `auto` makes of it."""
+    return settings.max_batch_size or auto_batch_size(total_bytes, vocab_size)
+
+
+def cpu_batch_size(settings: GeneratorSettings) -> int:
+    """Return the batch size on a CPU."""
+    return settings.max_batch_size or CPU_BATCH_SIZE
 
 
 def _make_generator(
@@ -113,7 +137,8 @@ def _make_generator(
     folder: Path,
     models: Sequence[Any],
     caches: Sequence[Any],
-    forward: "PagedModel",
+    forward: "PagedModel | None",
+    batch_size: int,
     max_seq_len: int,
     **found: str,
 ) -> "BulkGenerator":
@@ -127,14 +152,14 @@ def _make_generator(
     max_seq_len = min(max_seq_len, usable - num_draft)
 
     def make_loop(stats: Stats, on_finish: Callable[[Row], None]) -> DraftingLoop | Scheduler:
-        if settings.draft_model:
+        if forward is None:
             return DraftingLoop(
                 models[0],
                 caches[0],
                 draft_model=models[1],
                 draft_cache=caches[1],
                 num_draft_tokens=num_draft,
-                max_batch_size=settings.max_batch_size,
+                max_batch_size=batch_size,
                 max_chunk_size=settings.max_chunk_size,
                 stats=stats,
                 on_finish=on_finish,
@@ -143,7 +168,7 @@ def _make_generator(
             forward,
             caches[0].all_tensors(),
             caches[0].max_seq_len // PAGE_TOKENS,
-            max_batch_size=settings.max_batch_size,
+            max_batch_size=batch_size,
             max_seq_len=max_seq_len,
             max_chunk_size=settings.max_chunk_size,
             stats=stats,
@@ -155,9 +180,9 @@ def _make_generator(
         models,
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         vocab_size=int(models[0].config.vocab_size),
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=batch_size,
         max_seq_len=max_seq_len,
-        provenance=_provenance(settings, folder, usable, **found),
+        provenance=_provenance(settings, folder, usable, batch_size, **found),
     )
 
 
@@ -167,7 +192,7 @@ def _scratch_tokens(settings: GeneratorSettings) -> int:
 
 
 def _provenance(
-    settings: GeneratorSettings, folder: Path, cache_tokens: int, **found: str
+    settings: GeneratorSettings, folder: Path, cache_tokens: int, batch_size: int, **found: str
 ) -> dict[str, Any]:
     """What produced a completion, as far as it is no part of the request."""
     versions = {name: version(name) for name in ("torch", "exllamav2", "transformers")}
@@ -177,7 +202,7 @@ def _provenance(
         **found,
         "cache_type": settings.cache_type if found["device"] != "cpu" else settings.dtype,
         "cache_tokens": cache_tokens,
-        "max_batch_size": settings.max_batch_size,
+        "max_batch_size": batch_size,
         "max_chunk_size": settings.max_chunk_size,
         "draft_model": settings.draft_model and Path(settings.draft_model).name,
         **versions,
@@ -238,17 +263,23 @@ def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
     tokens = _cache_tokens(settings, model, draft)
     models = [model, draft] if draft else [model]
     caches = [PagedCache(m, tokens + _scratch_tokens(settings)) for m in models]
-    forward = ChunkForward(
-        model,
-        caches[0],
-        model.device,
-        max_tokens=settings.max_chunk_size,
-        max_positions=model.config.max_seq_len,
-        max_rows=1,  # a CPU is busy with one; padding would only add to it
+    forward = (
+        None
+        if draft
+        else ChunkForward(
+            model,
+            caches[0],
+            model.device,
+            max_tokens=settings.max_chunk_size,
+            max_positions=model.config.max_seq_len,
+            max_rows=1,  # a CPU is busy with one; padding would only add to it
+            ids_device=model.device,
+        )
     )
     generator = _make_generator(
-        settings, folder, models, caches, forward, model.config.max_seq_len,
-        device="cpu", quantization=settings.dtype, attention="torch",
+        settings, folder, models, caches, forward, cpu_batch_size(settings),
+        model.config.max_seq_len, device="cpu", quantization=settings.dtype, attention="torch",
+        weights=settings.dtype,
     )  # fmt: skip
     logger.info(
         "loaded %s on cpu in %s: cache of %d tokens, sequences of at most %d, batches of %d",
@@ -256,7 +287,7 @@ def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
         settings.dtype,
         tokens,
         generator.max_seq_len,
-        settings.max_batch_size,
+        generator.max_batch_size,
     )
     gc.collect()
     return generator
@@ -320,7 +351,7 @@ def cpu_cache_tokens(
         remedy = "raise it or lower generator.max_seq_len"
         name = "generator.cache_tokens"
     else:
-        wanted = max(longest, settings.max_batch_size * AUTO_TOKENS_PER_REQUEST)
+        wanted = max(longest, cpu_batch_size(settings) * AUTO_TOKENS_PER_REQUEST)
         affordable = int(available * AUTO_MEMORY_SHARE) // bytes_per_token
         tokens = min(_whole_pages(wanted), affordable // PAGE_TOKENS * PAGE_TOKENS)
         remedy = "set generator.cache_tokens, or lower generator.max_seq_len"

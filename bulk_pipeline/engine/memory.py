@@ -4,7 +4,10 @@ import torch
 
 GIB = 1 << 30
 MARGIN_SHARE = 0.04  # of a GPU's memory, left free by an automatic cache: kernels, fragmentation
-SAMPLING_BYTES_PER_LOGIT = 64  # float64 copies of a batch's logits while sampling
+BYTES_PER_LOGIT = 16  # the logits of a batch, and a float32 copy where penalties change them
+BATCH_SHARE = 0.04  # of a GPU's memory, for the logits of an automatic batch
+AUTO_BATCH_SIZES = (16, 1024)  # the least and the most
+BATCH_STEP = 64
 SIGNS = ("out of memory", "Insufficient VRAM", "Insufficient space")  # exllamav2's own errors too
 
 
@@ -18,7 +21,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def cache_margin(total_bytes: int, num_rows: int, vocab_size: int) -> int:
     """Bytes of a GPU that an automatic cache leaves free beside the weights."""
-    return int(total_bytes * MARGIN_SHARE) + num_rows * vocab_size * SAMPLING_BYTES_PER_LOGIT
+    return int(total_bytes * MARGIN_SHARE) + num_rows * vocab_size * BYTES_PER_LOGIT
+
+
+def auto_batch_size(total_bytes: int, vocab_size: int) -> int:
+    """Rows in generation at once on a GPU of so much memory."""
+    rows = int(total_bytes * BATCH_SHARE) // (vocab_size * BYTES_PER_LOGIT)
+    least, most = AUTO_BATCH_SIZES
+    return min(max(rows // BATCH_STEP * BATCH_STEP, least), most)
 
 
 def out_of_memory_message(doing: str) -> str:

@@ -21,8 +21,13 @@ from bulk_pipeline.engine.request import Request
 from bulk_pipeline.engine.sampling import Sampler
 from bulk_pipeline.spec import PAGE_TOKENS
 
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN): its values overflow in this precision; use another "
+    "quantisation of the model, or another model"
+)
 DEFER_TOKENS = 64  # of a prompt, worth waiting for the pass that computes them for another row
 REFILL_SHARE = 1 / 16  # of the batch, empty before prompts are read again
+NO_TOKEN = -1
 FREE_SHARE = 0.1  # pages kept free for each running row, before another one starts
 
 
@@ -136,6 +141,7 @@ class Row:
     stop_finder: StopFinder | None = None
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     found_stop_string: bool = False
+    error: str | None = None
     cached_tokens: int = 0
     queued: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -423,6 +429,8 @@ class Scheduler:
         self._device_ids[index] = ids
         self._device_lengths[index] = lengths + 1
         self._device_positions[index] = positions + 1
+        # one column is enough: what is not a number spreads to all logits of a row
+        ids = ids.masked_fill(logits[:, 0].isnan(), NO_TOKEN)
         event = None
         if ids.is_cuda:
             on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
@@ -446,6 +454,12 @@ class Scheduler:
             step.event.synchronize()
         alive = self._serials[step.slots] == step.serials
         slots, ids = step.slots[alive], step.ids.numpy()[alive]
+        if (ids == NO_TOKEN).any():
+            broken = slots[ids == NO_TOKEN]
+            slots, ids = slots[ids != NO_TOKEN], ids[ids != NO_TOKEN]
+            for slot in broken:
+                self._row(slot).error = NOT_NUMBERS
+            self._end(broken)
         places = self._generated[slots]
         self._tokens[slots, places] = ids
         self._generated[slots] = places + 1
@@ -479,7 +493,7 @@ class Scheduler:
         row.token_ids = self._tokens[row.slot, : self._generated[row.slot]].copy()
         prompt = np.asarray(row.request.input_ids, np.int64)
         row.context = np.concatenate([prompt, row.token_ids])
-        if was_read:
+        if was_read and row.error is None:
             self.pages.describe(row.pages, row.context[:-1], row.described)
         self.pages.release(row.pages)
         self._rows[row.slot] = None

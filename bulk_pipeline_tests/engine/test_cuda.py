@@ -56,10 +56,15 @@ def used() -> int:
     return torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_answers_are_sensible_with_every_cache(exl2, encode, cache_type):
-    generator = load_generator(make_settings(exl2, cache_type=cache_type))
+@pytest.mark.parametrize(
+    ("cache_type", "weights", "held"),
+    [*((kind, "auto", "quantized") for kind in CACHE_TYPES[1:]),
+     ("fp16", "auto", "float16"), ("fp16", "quantized", "quantized")],
+)  # fmt: skip
+def test_answers_are_sensible_with_every_cache(exl2, encode, cache_type, weights, held):
+    generator = load_generator(make_settings(exl2, cache_type=cache_type, weights=weights))
     try:
+        assert generator.provenance["weights"] == held
         greedy = SamplingParams(temperature=0, max_new_tokens=32, stop_token_ids=END)
         questions = {
             "What is the capital of France?": "Paris",
@@ -87,13 +92,13 @@ def test_memory_is_free_after_closing(exl2):
 def test_an_automatic_cache_takes_what_is_left_and_no_more_than_the_batch_can_use(exl2):
     generator = load_generator(make_settings(exl2, cache_tokens=None, max_batch_size=8))
     try:
-        assert generator._generator.cache.max_seq_len == 8 * 8192
+        assert generator.provenance["cache_tokens"] == 8 * 8192
     finally:
         generator.close()
     generator = load_generator(make_settings(exl2, cache_tokens=None, max_batch_size=4096))
     try:
         free, total = torch.cuda.mem_get_info()
-        assert generator._generator.cache.max_seq_len % 256 == 0
+        assert generator.provenance["cache_tokens"] % 256 == 0
         assert 0.02 * total < free < 0.5 * total
     finally:
         generator.close()
@@ -113,28 +118,27 @@ def test_too_large_a_cache_is_one_line_with_numbers_and_leaves_the_gpu_free(exl2
 
 def test_running_out_of_memory_is_one_line_and_the_generator_can_go_on(exl2, encode):
     generator = load_generator(make_settings(exl2, max_batch_size=64))
-    hog = []
     try:
         greedy = SamplingParams(temperature=0, max_new_tokens=4, stop_token_ids=END)
         request = Request(0, encode("Hello"), greedy)
         expected = run(generator, [request])[0].token_ids
 
         def requests():
-            """64 sampled rows need some 100 MiB; 2 are left."""
+            """A prompt of 700 tokens needs some 5 MiB; 2 are left."""
             torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info()[0]
-            hog.append(torch.empty(free - (2 << 20), dtype=torch.uint8, device="cuda"))
+            allowed = torch.cuda.memory_reserved() + (2 << 20)
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(allowed / total)
             for i in range(1, 65):
                 params = SamplingParams(temperature=1, max_new_tokens=64, seed=i)
-                yield Request(i, encode("Hello"), params)
+                yield Request(i, encode(f"{i} " + "word " * 700), params)
 
         with pytest.raises(RuntimeError, match="out of GPU memory while generating"):
             list(generator.run(requests()))
-        hog.clear()
-        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
         assert run(generator, [request])[0].token_ids == expected
     finally:
-        hog.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
         generator.close()
         used()
 
@@ -203,6 +207,24 @@ def test_a_config_of_transformers_5_gives_the_same_answers(exl2, encode, tmp_pat
     assert answers[0] == answers[1]
 
 
+def test_dequantised_weights_that_cannot_be_are_refused_by_name(exl2):
+    with pytest.raises(ValueError, match="weights: float16 is not possible .*cache is quantised"):
+        load_generator(make_settings(exl2, cache_type="q8", weights="float16"))
+
+
+def test_dequantised_weights_give_the_same_answers_as_quantised_ones(exl2, encode):
+    params = SamplingParams(temperature=0, max_new_tokens=8, stop_token_ids=END)
+    questions = [f"What is {i} plus {i}?" for i in range(32)]
+    answers = []
+    for weights in ("quantized", "float16"):
+        generator = load_generator(make_settings(exl2, weights=weights, max_batch_size=32))
+        found = run(generator, [Request(q, encode(q), params) for q in questions])
+        answers.append([found[q].token_ids for q in questions])
+        generator.close()
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    assert same >= 24, f"{same} of 32"  # the rest at near-ties
+
+
 def test_other_quantisations_are_refused_by_name(exl2, tmp_path):
     folder = copy_with_config(
         exl2, tmp_path / "awq", lambda c: c.update(quantization_config={"quant_method": "awq"})
@@ -223,7 +245,8 @@ def test_drafting_gives_the_same_tokens(exl2, encode):
     params = SamplingParams(temperature=0, max_new_tokens=40, stop_token_ids=END)
     answers = []
     for draft in (None, str(exl2)):
-        generator = load_generator(make_settings(exl2, draft_model=draft, max_batch_size=4))
+        settings = make_settings(exl2, draft_model=draft, max_batch_size=4, weights="quantized")
+        generator = load_generator(settings)
         requests = [Request(i, encode(f"Count from {i} to 20."), params) for i in range(4)]
         found = run(generator, requests)
         answers.append([found[i].token_ids for i in range(4)])
@@ -253,7 +276,7 @@ def test_two_gpus_answer_as_one(exl2, encode, changes):
         generator = load_generator(make_settings(exl2, **settings))
         found = run(generator, [Request(q, encode(q), params) for q in questions])
         answers.append([found[q].token_ids[:8] for q in questions])
-        used = {t.device.index for t in generator._generator.cache.all_tensors()}
+        used = {t.device.index for t in generator._loop._cache_tensors}
         generator.close()
     assert used == {0, 1}
     assert sum(a == b for a, b in zip(*answers, strict=True)) >= 2

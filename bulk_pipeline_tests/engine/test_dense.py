@@ -142,6 +142,16 @@ class TestKernels:
         assert torch.equal(residual, wanted)
         assert nearly_equal(found, torch_rms_norm(wanted, weight[0], 1e-5))
 
+    def test_sums_beyond_float16_are_held_at_its_ends(self):
+        residual = torch.tensor([[6e4, -6e4, 1.0, 1.0]]).half().to(DEVICE)
+        added = torch.tensor([[6e4, -6e4, float("inf"), float("nan")]]).half().to(DEVICE)
+        found = kernels.rms_norm(residual[:, :3].contiguous(), added[:, :3].contiguous(),
+                                 torch.ones(3).half().to(DEVICE), 1e-5)  # fmt: skip
+        assert found.tolist() == [[1.0, -1.0, 1.0]]
+        kernels.rms_norm(residual, added, torch.ones(4).half().to(DEVICE), 1e-5)
+        assert residual[0, :3].tolist() == [65504.0, -65504.0, 65504.0]
+        assert residual[0, 3].isnan()
+
     @pytest.mark.parametrize("size", [96, 1024, 1536])
     def test_silu(self, size):
         gate_up = 3 * random(4, 2 * size)
@@ -698,7 +708,9 @@ class TestExllamav2:
         for _ in range(2):
             found = step(found_model, [row[-1] for row in ids], rows, table).float()
             for one, other in zip(found, wanted, strict=True):
-                assert (one - other).abs().max() < 0.1 * other.std()
+                # exllamav2's quantised product adds up in float16
+                assert (one - other).abs().max() < 0.3 * other.std()
+                assert (one - other).abs().mean() < 0.05 * other.std()
         same = sum(int(a.argmax() == b.argmax()) for a, b in zip(found, wanted, strict=True))
         assert same >= len(rows) - 1
 

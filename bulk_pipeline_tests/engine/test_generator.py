@@ -162,6 +162,30 @@ class TestStream:
         model.forward_chunk = forward
         assert run_one(generator, [5, 6], max_new_tokens=8).token_ids == expected
 
+    def test_logits_that_are_not_numbers_are_an_error_of_that_row_alone(self, toy_float64):
+        generator = make_generator(toy_float64)
+        expected = run_one(generator, [5, 6]).token_ids
+        [model] = generator._models
+        forward = model.forward_chunk
+
+        def overflowing(input_ids, **kwargs):
+            output = forward(input_ids=input_ids, **kwargs)
+            if "logits" in output:
+                output["logits"] = output["logits"].clone()
+                output["logits"][(input_ids == expected[3]).any(dim=1)] = float("nan")
+            return output
+
+        model.forward_chunk = overflowing
+        requests = [
+            Request("bad", [5, 6], GREEDY),
+            Request("good", [7], make_params(max_new_tokens=2)),
+        ]
+        found = {c.request_id: c for c in generator.run(requests)}
+        assert found["bad"].status == Status.ERROR
+        assert "not numbers" in found["bad"].error
+        assert found["bad"].token_ids == ()
+        assert found["good"].status == Status.LENGTH
+
     def test_what_finished_in_a_failing_step_is_not_lost(self, toy_float64, monkeypatch):
         generator = make_generator(toy_float64, draft_model=str(toy_float64))
 

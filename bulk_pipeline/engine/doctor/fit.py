@@ -4,7 +4,7 @@ import torch
 
 from bulk_pipeline.engine.doctor.report import Fit, Report
 from bulk_pipeline.engine.folders import CACHE_BYTES, CacheShape, Weights
-from bulk_pipeline.engine.loading import AUTO_MEMORY_SHARE, cpu_cache_tokens
+from bulk_pipeline.engine.loading import AUTO_MEMORY_SHARE, cpu_cache_tokens, gpu_batch_size
 from bulk_pipeline.engine.memory import GIB, cache_margin
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
@@ -43,7 +43,8 @@ def _fit_on_gpus(
         )
         return
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
-    rows = settings.max_batch_size * (num_draft + 1)
+    batch_size = gpu_batch_size(settings, report.model.vocab_size, gpus[0].total)
+    rows = batch_size * (num_draft + 1)
     margin = sum(cache_margin(gpu.total, rows, report.model.vocab_size) for gpu in gpus)
     beside = free - weights
     for kind in CACHE_BYTES:
@@ -51,7 +52,7 @@ def _fit_on_gpus(
         report.fits.append(_fit(kind, a_token, beside - margin, max_seq_len))
         if kind != settings.cache_type:
             continue
-        useful = settings.max_batch_size * _whole_pages(max_seq_len)
+        useful = rows * _whole_pages(max_seq_len)
         report.cache_tokens = min(report.fits[-1].tokens, useful)
         if settings.cache_tokens is not None:
             report.cache_tokens = settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
