@@ -41,6 +41,20 @@ def _scan_finished(partition: Partition) -> pl.LazyFrame | None:
     return None
 
 
+def sound_manifest(partition: Partition) -> Manifest | None:
+    """The committed state; None also where it cannot be read, since a run then makes it anew."""
+    try:
+        return partition.manifest()
+    except ValueError:
+        return None
+
+
+def finished_partitions(store: Store, table: str) -> list[str]:
+    """Keys of a table's finished partitions, sorted."""
+    manifests = {key: store.partition(table, key).manifest() for key in store.partition_keys(table)}
+    return [key for key, manifest in manifests.items() if manifest and manifest.complete]
+
+
 def scan_table(
     root: str,
     dataset: str,

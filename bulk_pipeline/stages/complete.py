@@ -137,10 +137,7 @@ def complete_partition(
             "requests_copied": job.num_copied,
             "requests_shared": job.num_fan_out,
             "completion_tokens": progress.completion_tokens,
-            "tokens_per_second": progress.tokens_per_second,
-            "generation_seconds": progress.seconds,
-            "mean_batch": progress.mean_batch,
-            "cached_token_share": progress.cached_tokens / max(progress.prompt_tokens, 1),
+            **(progress.rates() if job.num_to_run else {}),  # nothing would plot as 0
             "seconds": time.monotonic() - started,
             **({"parts_lost": writer.lost} if writer.lost else {}),
             **({"files_set_aside": writer.set_aside} if writer.set_aside else {}),

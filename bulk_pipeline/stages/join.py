@@ -1,9 +1,8 @@
 """raw_dataset + completions → output: every request beside its row, in the source's order."""
 
-import csv
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.stages.exporters import EXPORTERS
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -66,7 +66,7 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
             },
             meta=completions_manifest.meta,
         )
-        for name in _EXPORTERS.keys() - formats:
+        for name in EXPORTERS.keys() - formats:
             output.delete(f"output.{name}")
     return StageReport(
         partition=key,
@@ -135,64 +135,5 @@ def _check_conserved(key: str, rows: int, expected: int) -> None:
 def _export(output: Partition, name: str) -> Iterator[Callable[[pa.Table], None]]:
     """Open ``output.<name>``; it appears, whole, when the block ends without error."""
     path = f"{output.path}/output.{name}"
-    with output.store.open_atomic(path) as file, _EXPORTERS[name](file) as write:
+    with output.store.open_atomic(path) as file, EXPORTERS[name](file) as write:
         yield write
-
-
-def _to_json(row: dict[str, Any]) -> bytes:
-    return orjson.dumps(row, default=str)
-
-
-@contextmanager
-def _export_jsonl(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
-    yield lambda table: file.writelines(_to_json(row) + b"\n" for row in table.to_pylist())
-
-
-@contextmanager
-def _export_json(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
-    separator = b"["
-
-    def write(table: pa.Table) -> None:
-        nonlocal separator
-        for row in table.to_pylist():
-            file.write(separator + b"\n" + _to_json(row))
-            separator = b","
-
-    yield write
-    file.write(b"[]\n" if separator == b"[" else b"\n]\n")
-
-
-@contextmanager
-def _export_csv(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
-    """Text as it is; lists and structs as JSON text; null as an empty field."""
-    has_header = False
-
-    def write(table: pa.Table) -> None:
-        nonlocal has_header
-        text = _Utf8(file)
-        rows = csv.writer(text)
-        if not has_header:
-            rows.writerow(table.column_names)
-            has_header = True
-        for row in table.to_pylist():
-            rows.writerow(
-                orjson.dumps(value, default=str).decode()
-                if isinstance(value, list | dict)
-                else value
-                for value in row.values()
-            )
-
-    yield write
-
-
-class _Utf8:
-    """What `csv.writer` writes to, over a binary file."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file = file
-
-    def write(self, text: str) -> int:
-        return self._file.write(text.encode())
-
-
-_EXPORTERS = {"jsonl": _export_jsonl, "json": _export_json, "csv": _export_csv}

@@ -126,6 +126,15 @@ class Progress:
         """Seconds to go at the rate of requests so far; None before the first."""
         return self.seconds / self.done * (self.requests - self.done) if self.done else None
 
+    def rates(self) -> dict[str, float]:
+        """How fast the run is, under the names that the UI plots."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "generation_seconds": self.seconds,
+            "mean_batch": self.mean_batch,
+            "cached_token_share": self.cached_tokens / max(self.prompt_tokens, 1),
+        }
+
     def start(self, provenance: dict[str, Any], stats: Any = None) -> None:
         """Generation begins: the model is loaded.
 
