@@ -3,7 +3,8 @@
 Each works on one partition after the other (`partition_loop`).
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dagster as dg
@@ -12,6 +13,7 @@ from pydantic import Field
 from bulk_pipeline.checks import check_specs
 from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.partition_loop import run_partitions
+from bulk_pipeline.progress_view import observer
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.store import (
@@ -23,6 +25,7 @@ from bulk_pipeline.store import (
     Store,
 )
 
+SPEC = "bulk_pipeline/spec"  # metadata of the completions asset: the dataset's settings
 ALL = "all"  # the only key of a dataset that is not cut
 
 
@@ -78,7 +81,10 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
             dg.AutomationCondition.eager() if spec.automation.mode == "conditions" else None
         ),
         "check_specs": check_specs(table, key),
-        "metadata": {"bulk_pipeline/root": spec.output.root},
+        "metadata": {
+            "bulk_pipeline/root": spec.output.root,
+            **({SPEC: spec} if table == COMPLETIONS else {}),
+        },
         "kinds": {"parquet"},
     }
 
@@ -110,10 +116,37 @@ def _prompts(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
 
         store, model = open_store(spec), _model(context, resource_key)
         return run_partitions(
-            context, spec, store, PROMPTS, lambda key: format_partition(spec, store, key, model)
+            context,
+            spec,
+            store,
+            PROMPTS,
+            lambda key: format_partition(spec, store, key, model),
+            lambda key: _described(context, lambda: _plan(spec, store, model, key)),
         )
 
     return prompts
+
+
+def _described(
+    context: dg.AssetExecutionContext, describe: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Metadata that only describes a partition, which counts also where it cannot be made."""
+    try:
+        return describe()
+    except Exception as error:
+        context.log.warning(f"metadata left out: {error}", exc_info=sys.exc_info())
+        return {}
+
+
+def _plan(
+    spec: BulkInferenceSpec, store: Store, model: ExLlamaV2Resource, key: str
+) -> dict[str, Any]:
+    """What the model would have to do with the prompts."""
+    from bulk_pipeline import plan_view
+    from bulk_pipeline.plan import current_fingerprint, plan_partition
+
+    plan = plan_partition(spec, store, key, current_fingerprint(model), look_elsewhere=False)
+    return plan_view.numbers(plan) | {"plan": dg.MetadataValue.md(plan_view.to_markdown(plan))}
 
 
 def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
@@ -140,7 +173,7 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 lambda: model.generator(spec.name),
                 fingerprint,
                 cache_tokens=model.cache_tokens,
-                on_progress=lambda progress: context.log.info(str(progress)),
+                on_progress=observer(context),
                 redo=[name.strip() for name in config.redo.split(",")],
             )
 
@@ -167,10 +200,13 @@ def _output(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
         store = open_store(spec)
 
         def extra(key: str) -> dict[str, Any]:
+            report = _described(context, lambda: _report(spec, store, key))
             if not spec.output.preview:
-                return {}
+                return report
             rows = preview(store.partition(OUTPUT, key))
-            return {"preview": dg.MetadataValue.md(_markdown_table(rows))} if rows else {}
+            return report | (
+                {"preview": dg.MetadataValue.md(_markdown_table(rows))} if rows else {}
+            )
 
         return run_partitions(
             context, spec, store, OUTPUT, lambda key: join_partition(spec, store, key), extra
@@ -183,15 +219,22 @@ def _model(context: dg.AssetExecutionContext, resource_key: str) -> ExLlamaV2Res
     return getattr(context.resources, resource_key)
 
 
+def _report(spec: BulkInferenceSpec, store: Store, key: str) -> dict[str, Any]:
+    """The partition's report: in the metadata, and as a file beside its output."""
+    from bulk_pipeline import report_view
+    from bulk_pipeline.report import report_partition
+
+    report = report_partition(spec, store, key)
+    path = report_view.write_html(store, report)
+    return report.numbers() | {
+        "report": dg.MetadataValue.md(report_view.to_markdown(report)),
+        "path_report": dg.MetadataValue.path(path),
+    }
+
+
 def _markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a Markdown table; row text cannot end a cell or start a tag."""
-
-    def cell(value: Any) -> str:
-        text = "" if value is None else str(value)
-        for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("\n", " ")):
-            text = text.replace(character, escaped)
-        return text
+    from bulk_pipeline.report_view import markdown_table
 
     names = list(rows[0])
-    lines = [names, ["---"] * len(names), *([cell(row[name]) for name in names] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(markdown_table([names, *([row[name] for name in names] for row in rows)]))

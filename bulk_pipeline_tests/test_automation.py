@@ -288,7 +288,7 @@ def test_the_schedule_registers_what_is_new_and_asks_in_the_order_of_registratio
 ) -> None:
     for name in ("a", "b", "c", "d"):
         write(tmp_path, name)
-    write(tmp_path, "e", age_seconds=1)  # may still be being written
+    write(tmp_path, "e", age_seconds=NOW - time.time() + 1)  # may still be being written
     defs = scheduled(tmp_path)
     with dg.instance_for_test() as instance:
         instance.add_dynamic_partitions("data_partitions", ["d", "gone", "b", "a"])
@@ -380,8 +380,11 @@ def test_status_prints_what_is_missing_stale_or_gone(
         "  b: source changed: b.jsonl",
         "  c: its source is gone, its results stay",
     ]
+    as_json = json.loads(CliRunner().invoke(cli.main, [*command, "--json"]).stdout)["data"]
+    assert as_json["reasons"] == {"a": "missing", "b": "source changed: b.jsonl"}
+    assert (as_json["keys"], as_json["removed"]) == (["a", "b"], ["c"])
     unknown = CliRunner().invoke(cli.main, [*command, "other"])
-    assert unknown.exit_code == 1
+    assert unknown.exit_code == 2
     assert "no dataset other in status_module; there are data" in unknown.output
 
 

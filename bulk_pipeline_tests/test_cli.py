@@ -76,18 +76,22 @@ def test_run_redoes_what_is_asked_for(project):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["run", "data"], "data has no partitions; there are none: run partitions sync first"),
-        (["run", "--partition", "nope", "data"], "--partition: data has no nope"),
-        (["run", "other"], "no dataset other in "),
-        (["show", "data"], "no finished partition; materialise data/output first"),
-        (["show", "other"], "no dataset other in "),
+        (["run", "data"], 2, "data has no partitions; there are none: run partitions sync first"),
+        (["run", "--partition", "nope", "data"], 2, "--partition: data has no nope"),
+        (["run", "other"], 2, "no dataset other in "),
+        (["run", "--redo", "all", "--until", "prompts", "data"], 2, "--redo needs completions"),
+        (["plan", "other"], 2, "no dataset other in "),
+        (["plan", "--partition", "nope", "data"], 2, "has no nope; there are first, second"),
+        (["plan", "--picture", "p.jpg", "data"], 2, "--picture must end in .png or .svg"),
+        (["show", "data"], 1, "no finished partition; materialise data/output first"),
+        (["show", "other"], 2, "no dataset other in "),
     ],
 )
-def test_what_cannot_be_done_is_one_line(project, arguments, message):
-    code, output = project.call(*arguments)
-    assert code == 1
+def test_what_cannot_be_done_is_one_line(project, arguments, code, message):
+    found, output = project.call(*arguments)
+    assert found == code
     assert message in output
     assert len(output.strip().splitlines()) == 1
 
@@ -96,7 +100,7 @@ def test_without_a_home_nothing_is_run(project, monkeypatch):
     monkeypatch.delenv("DAGSTER_HOME")
     for command in (["partitions", "sync", "data"], ["run", "data"]):
         code, output = project.call(*command)
-        assert code == 1
+        assert code == 2
         assert output.startswith("Error: DAGSTER_HOME is not set")
 
 
@@ -106,3 +110,48 @@ def test_sync_goes_on_past_a_dataset_whose_source_is_gone(project):
     code, output = project.call("partitions", "sync", "data")
     assert code == 1
     assert output.startswith("Error: data: source.path: no files match")
+
+
+def test_plan_before_and_after_a_run(project):
+    project.call("partitions", "sync", "data")
+    code, text = project.call("plan", "data")
+    assert code == 0
+    assert "data: 2 partitions, 6 rows, 0 requests, 6 to run" in text
+    assert "first, second: no prompts yet" in text
+    project.call("run", "--partition", "first", "data")
+    code, text = project.call("plan", "--json", "--price-per-hour", "3600", "data")
+    assert code == 0
+    plan = json.loads(text)
+    assert [each["to_run"] for each in plan["partitions"]] == [0, 0]
+    assert plan["answered"] == 3
+    assert plan["estimate"]["requests"] == 3
+    assert plan["estimate"]["cost"] == pytest.approx(plan["estimate"]["seconds"])
+    assert plan["last_run"]["done"] == 3
+
+
+def test_a_run_may_end_at_the_prompts_for_the_plan_to_count(project):
+    project.call("partitions", "sync", "data")
+    assert project.call("run", "--until", "prompts", "data")[0] == 0
+    _, text = project.call("plan", "--json", "data")
+    plan = json.loads(text)
+    assert (plan["to_run"], plan["answered"]) == (6, 0)
+    assert not (project.folder / "data" / "bulk" / "data" / "completions").exists()
+
+
+def test_plan_with_a_cache_too_small_says_so_and_ends_with_1(project):
+    (project.folder / "rows" / "first.jsonl").write_text(json.dumps({"text": "what " * 900}))
+    project.call("partitions", "sync", "data")
+    project.call("run", "--until", "prompts", "data")
+    code, text = project.call("plan", "data")
+    assert code == 1
+    assert "problem: first: generator.cache_tokens must hold the longest request" in text
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["run"], ["show"], ["doctor"], ["partitions", "sync"]]
+)
+def test_help_tells_what_a_command_does(command):
+    result = CliRunner().invoke(main, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage: " in result.output
+    assert len(result.output.splitlines()) > 6

@@ -542,7 +542,7 @@ class TestCommand:
 
     def test_unknown_dataset_is_named(self, run):
         result = run("other")
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert "no dataset other in doctor_defs; there are own, shared, without" in result.output
 
     def test_a_dataset_without_a_model_is_named(self, run):

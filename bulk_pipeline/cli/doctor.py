@@ -1,0 +1,32 @@
+"""``bulk-pipeline doctor``."""
+
+import click
+
+from bulk_pipeline.cli.datasets import find_dataset
+from bulk_pipeline.cli.options import json_option, module_option
+from bulk_pipeline.spec import GeneratorSettings
+
+
+@click.command()
+@module_option
+@click.option("--model", help="Model folder or hub id, in place of the dataset's.")
+@json_option
+@click.argument("dataset", required=False)
+def doctor(module: str, model: str | None, as_json: bool, dataset: str | None) -> None:
+    """Tell what fits here and what would stop a run.
+
+    Of the GPU, the libraries and a dataset's model. No weights are loaded. The exit code is 1
+    if a problem would stop a run.
+    """
+    found = find_dataset(module, dataset) if dataset else None
+    settings, root = (found.settings, found.spec.output.root) if found else (None, None)
+    if model is not None:
+        values = settings.model_dump() if settings else {}
+        settings = GeneratorSettings(**values | {"model": model, "revision": None})
+
+    from bulk_pipeline.engine.doctor import examine
+
+    report = examine(settings, root)
+    click.echo(report.to_json() if as_json else report)
+    if report.stops:
+        raise click.exceptions.Exit(1)

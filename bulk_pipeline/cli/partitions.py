@@ -1,0 +1,68 @@
+"""``bulk-pipeline partitions``."""
+
+from collections.abc import Sequence
+
+import click
+import dagster as dg
+
+from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
+from bulk_pipeline.cli.datasets import check_names, tagged_jobs
+from bulk_pipeline.cli.options import json_option, module_option, need_home, to_json
+from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
+
+QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+
+
+@click.group()
+def partitions() -> None:
+    """Register partitions, and tell their state."""
+
+
+@partitions.command()
+@module_option
+@click.argument("datasets", nargs=-1)
+def sync(module: str, datasets: Sequence[str]) -> None:
+    """Register the sources' partitions with Dagster; of all datasets, or of those named."""
+    need_home("nothing would remember the partitions")
+    jobs = tagged_jobs(module, SYNC_TAG)
+    check_names(datasets, jobs, module)
+    problems = []
+    with dg.DagsterInstance.get() as instance:
+        for run_id in release_dead_runs(instance):
+            click.echo(f"run {run_id} is dead; its place in the pool {GPU_POOL} is free again")
+        for name in datasets or sorted(jobs):
+            try:
+                result = jobs[name].execute_in_process(QUIET, instance)
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+                continue
+            new = result.output_for_node(f"{name}_find_partitions")
+            click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
+    if problems:
+        raise click.ClickException("\n".join(problems))
+
+
+@partitions.command("status")
+@module_option
+@json_option
+@click.argument("datasets", nargs=-1)
+def partitions_status(module: str, as_json: bool, datasets: Sequence[str]) -> None:
+    """Tell what is missing or stale, and why; of all datasets, or of those named."""
+    jobs, states = tagged_jobs(module, STATUS_TAG), {}
+    check_names(datasets, jobs, module)
+    for name in datasets or sorted(jobs):
+        try:
+            result = jobs[name].execute_in_process(QUIET)
+        except ValueError as error:
+            raise click.ClickException(f"{name}: {error}") from None
+        state = states[name] = result.output_for_node(f"{name}_judge_partitions")
+        if as_json:
+            continue
+        reasons = state["reasons"]
+        click.echo(f"{name}: {len(state['keys'])} partitions, {len(reasons)} missing or stale")
+        for key, reason in reasons.items():
+            click.echo(f"  {key}: {reason}")
+        for key in state["removed"]:
+            click.echo(f"  {key}: its source is gone, its results stay")
+    if as_json:
+        click.echo(to_json(states))

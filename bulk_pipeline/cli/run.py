@@ -1,0 +1,144 @@
+"""``bulk-pipeline run`` and ``bulk-pipeline status``."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import click
+import dagster as dg
+
+from bulk_pipeline.assets import asset_key, open_store
+from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges
+from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_specs, load_definitions
+from bulk_pipeline.cli.options import (
+    json_option,
+    module_option,
+    need_home,
+    partition_option,
+    to_json,
+)
+from bulk_pipeline.progress_view import progress_bar
+from bulk_pipeline.status import RUNNING, read_status, to_text
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES
+
+CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
+WARNINGS: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+
+
+@click.command()
+@module_option
+@partition_option
+@click.option("--redo", default="none", show_default=True, help="none, all, or statuses: a,b.")
+@click.option(
+    "--until",
+    type=click.Choice(TABLES),
+    default=OUTPUT,
+    show_default=True,
+    help="The last asset to run; prompts needs no model, and plan can then count.",
+)
+@json_option
+@click.argument("dataset")
+def run(
+    module: str, keys: Sequence[str], redo: str, until: str, as_json: bool, dataset: str
+) -> None:
+    """Run a dataset in this process.
+
+    Its four assets over all its partitions, or those named. With --redo stored completions are
+    made anew: all, or those of some statuses. On a terminal a bar shows how far it is;
+    elsewhere lines do. The exit code is 1 if a partition failed.
+    """
+    if redo != "none" and until not in (COMPLETIONS, OUTPUT):
+        raise WrongUseError(f"--redo needs completions, and --until {until} ends before; drop one")
+    need_home("nothing would remember the run")
+    definitions = load_definitions(module)
+    specs = find_specs(module)
+    check_names([dataset], specs, module)
+    job = definitions.resolve_job_def(f"{dataset}_job")
+    tables = TABLES[: TABLES.index(until) + 1]
+    assets = [asset_key(specs[dataset], table) for table in tables]
+    is_shown = sys.stderr.isatty()
+    config = dict(WARNINGS if is_shown else CONSOLE)
+    if COMPLETIONS in tables:
+        config["ops"] = {f"{dataset}__{COMPLETIONS}": {"config": {"redo": redo}}}
+    with dg.DagsterInstance.get() as instance, ExitStack() as stack:
+        order = _registered_partitions(job, instance, dataset, keys)
+        if is_shown:
+            stack.enter_context(progress_bar(dataset))
+        failed = []
+        for neighbours in contiguous_ranges(keys or order, order):
+            ends = (neighbours[0], neighbours[-1])
+            tags = dict(zip(RANGE_TAGS, ends, strict=True))
+            result = job.execute_in_process(
+                config, instance, tags=tags, raise_on_error=False, asset_selection=assets
+            )
+            if not result.success:
+                failed.append("...".join(ends))
+    statuses = [
+        each
+        for each in read_status(open_store(specs[dataset]))
+        if each.partition in (keys or order)
+    ]
+    if as_json:
+        click.echo(to_json({"failed": failed, "partitions": [each.to_json() for each in statuses]}))
+    else:
+        click.echo(to_text(dataset, statuses))
+    if failed:
+        raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed; see above")
+
+
+def _registered_partitions(
+    job: dg.JobDefinition, instance: dg.DagsterInstance, dataset: str, keys: Sequence[str]
+) -> list[str]:
+    """The partitions that Dagster knows, in its order; those of `keys` must be among them."""
+    assert job.partitions_def is not None
+    registered = list(job.partitions_def.get_partition_keys(dynamic_partitions_store=instance))
+    missing = sorted(set(keys) - set(registered))
+    if missing or not registered:
+        raise WrongUseError(
+            f"--partition: {dataset} has no {', '.join(missing) or 'partitions'}; there are "
+            f"{', '.join(registered) or 'none: run partitions sync first'}"
+        )
+    return registered
+
+
+@click.command()
+@module_option
+@click.option("--follow", is_flag=True, help="Go on until nothing runs any more.")
+@click.option(
+    "--seconds",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Seconds between two looks of --follow.",
+)
+@json_option
+@click.argument("datasets", nargs=-1)
+def status(
+    module: str, follow: bool, seconds: float, as_json: bool, datasets: Sequence[str]
+) -> None:
+    """Tell how far the partitions are.
+
+    Also those that another process is running; of all datasets, or of those named. Read from
+    the tables' folder alone: Dagster is not asked, and the run is not slowed. With --follow
+    --json each look is a line.
+    """
+    specs = find_specs(module)
+    check_names(datasets, specs, module)
+    stores = {name: open_store(specs[name]) for name in datasets or specs}
+    while True:
+        found = {name: read_status(store) for name, store in stores.items()}
+        if as_json:
+            value = {name: [each.to_json() for each in found[name]] for name in found}
+            click.echo(json.dumps(value) if follow else to_json(value))
+        else:
+            if follow and sys.stdout.isatty():
+                click.clear()
+            click.echo("\n".join(to_text(name, found[name]) for name in found))
+        is_running = any(each.state == RUNNING for each in chain.from_iterable(found.values()))
+        if not follow or not is_running:
+            return
+        time.sleep(seconds)

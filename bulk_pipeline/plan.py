@@ -1,0 +1,410 @@
+"""What a run would do, before it: rows, lengths, what is stored already, time and cost.
+
+No model is loaded and no model library imported. What is counted is the stored prompts; where a
+partition has none yet, its rows are counted, and the plan says so.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bulk_pipeline.engine.model_files import device_extras, find_model, model_fingerprint
+from bulk_pipeline.engine.request import READY
+from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
+from bulk_pipeline.lengths import Lengths
+from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
+from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
+from bulk_pipeline.stages.prefixes import shared_prefixes
+from bulk_pipeline.stages.sources import FilesReader
+from bulk_pipeline.stages.staleness import find_missing_or_stale
+from bulk_pipeline.stages.stored import ANSWERED, StoredAnswers, reasons, rows_with_answers
+from bulk_pipeline.stages.wanted import WantedRequests
+from bulk_pipeline.store import COMPLETIONS, PROMPTS, RAW_DATASET, Manifest, Partition, Store
+from bulk_pipeline.tables import sound_manifest
+
+READ_ROWS = 4096
+MAX_EXAMPLES = 10  # rows that cannot run, shown of each partition
+AUTO = "auto"
+TRIES = 3  # at reading completions that a run is writing
+
+
+@dataclass(slots=True)
+class PartitionPlan:
+    """What a run over a partition would do.
+
+    Attributes
+    ----------
+    state
+        Why a run would change something, as `partitions status` says it; None if it would not.
+    rows
+        Input rows; None where they cannot be counted without reading the source.
+    has_prompts
+        Whether the numbers below were counted; else only `rows` is known.
+    requests, not_ready
+        Rows times samples, and those of them that cannot run.
+    duplicates
+        Requests that ask the same as another one, and run with it.
+    answered, in_others
+        Requests with a stored answer, in this partition or only in another one.
+    to_run
+        Requests that the model has to answer, equal ones once.
+    run_prompt_tokens, shared_prefix_tokens
+        Of those to run: tokens of their prompts, and how many of them stand in leading pages that
+        an earlier one of them has too.
+    most_new_tokens
+        Their limits, added up.
+    """
+
+    partition: str
+    state: str | None = None
+    rows: int | None = None
+    has_prompts: bool = False
+    statuses: dict[str, int] = field(default_factory=dict)
+    cannot_run: list[dict[str, Any]] = field(default_factory=list)
+    lengths: Lengths = field(default_factory=Lengths)
+    longest_request: int = 0
+    requests: int = 0
+    not_ready: int = 0
+    duplicates: int = 0
+    answered: int = 0
+    in_others: int = 0
+    to_run: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    run_prompt_tokens: int = 0
+    shared_prefix_tokens: int = 0
+    most_new_tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a run over some partitions of a dataset would do."""
+
+    dataset: str
+    partitions: list[PartitionPlan]
+    engine: dict[str, Any]
+    last_run: dict[str, Any] | None
+    rate: Rate | None
+    price_per_hour: float | None
+    estimate: Estimate
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def total(self, name: str) -> int:
+        """The sum of a number over the partitions."""
+        return sum(getattr(partition, name) or 0 for partition in self.partitions)
+
+    def counts(self, name: str) -> dict[str, int]:
+        """The sum of counts over the partitions."""
+        total: Counter[str] = Counter()
+        for partition in self.partitions:
+            total.update(getattr(partition, name))
+        return dict(sorted(total.items()))
+
+    @property
+    def lengths(self) -> Lengths:
+        """Prompt lengths of all partitions."""
+        lengths = Lengths()
+        for partition in self.partitions:
+            lengths.merge(partition.lengths.counts)
+        return lengths
+
+
+def plan_dataset(
+    spec: BulkInferenceSpec,
+    store: Store,
+    settings: GeneratorSettings,
+    keys: Sequence[str] = (),
+    tokens_per_second: float | None = None,
+    price_per_hour: float | None = None,
+) -> Plan:
+    """Find out what a run would do.
+
+    Parameters
+    ----------
+    settings
+        The model.
+    keys
+        Partitions; all that the source or the tables have by default.
+    tokens_per_second
+        A rate, in place of the one that was measured last.
+    price_per_hour
+        Of the machine, in any currency; `output.price_per_hour` by default.
+
+    Raises
+    ------
+    KeyError
+        If there is no such partition; one line that names those there are.
+    ValueError
+        If a table is damaged.
+    """
+    slices, notes = _slices(spec, store)
+    known = [*slices, *sorted(set(store.partition_keys(RAW_DATASET)) - set(slices))]
+    if unknown := [key for key in keys if key not in known]:
+        raise KeyError(
+            f"--partition: {spec.name} has no {', '.join(unknown)}; there are "
+            f"{', '.join(known) or 'none'}"
+        )
+    fingerprint = current_fingerprint(settings)
+    if fingerprint is None:
+        notes.append(
+            f"the model {settings.model} is not on this machine, so that stored answers cannot be "
+            "compared: every request counts as one to run"
+        )
+    wanted = {key: slices[key] for key in keys or known if key in slices}
+    states = find_missing_or_stale(spec, store, settings, wanted) if wanted else {}
+    partitions = []
+    for key in keys or known:
+        plan = plan_partition(spec, store, key, fingerprint)
+        plan.state = states.get(key)
+        if not plan.has_prompts and plan.rows is None and key in slices:
+            plan.rows = _count_source_rows(spec, slices[key])
+        _note_stale(plan)
+        partitions.append(plan)
+    last = find_last_run(store, fingerprint)
+    rate = last.rate() if last else None
+    if tokens_per_second is not None:
+        rate = Rate(tokens_per_second, "given", rate.tokens_per_request if rate else None)
+    price = spec.output.price_per_hour if price_per_hour is None else price_per_hour
+    return Plan(
+        dataset=spec.name,
+        partitions=partitions,
+        engine=engine_outlook(settings, partitions),
+        last_run=last.record if last else None,
+        rate=rate,
+        price_per_hour=price,
+        estimate=_estimate(spec, partitions, rate, price),
+        problems=_problems(settings, partitions),
+        notes=notes,
+    )
+
+
+def plan_partition(
+    spec: BulkInferenceSpec,
+    store: Store,
+    key: str,
+    fingerprint: str | None,
+    look_elsewhere: bool = True,
+) -> PartitionPlan:
+    """What a run over one partition would do, as far as its stored tables tell.
+
+    Parameters
+    ----------
+    fingerprint
+        The model's; None where it is not known: then nothing counts as answered.
+    look_elsewhere
+        Whether to look for answers in the dataset's other partitions.
+    """
+    plan = PartitionPlan(key)
+    raw = _complete_manifest(store.partition(RAW_DATASET, key))
+    plan.rows = raw.num_rows if raw else None
+    prompts = store.partition(PROMPTS, key)
+    manifest = _complete_manifest(prompts)
+    if manifest is None:
+        plan.notes.append("no prompts yet, only rows are counted; materialise prompts to know more")
+        return plan
+    plan.has_prompts, plan.rows = True, manifest.num_rows
+    plan.longest_request = manifest.meta.get("max_request_tokens", 0)
+    _count_prompts(plan, prompts, show_text=spec.output.preview)
+    _count_requests(plan, store, prompts, manifest, fingerprint, look_elsewhere)
+    return plan
+
+
+def current_fingerprint(settings: GeneratorSettings) -> str | None:
+    """The fingerprint of the model as it would run here; None where it is not on this machine."""
+    folder = find_model(settings)
+    if folder is None:
+        return None
+    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not _has_gpu())
+    return model_fingerprint(folder, device_extras(settings, on_cpu))
+
+
+def engine_outlook(
+    settings: GeneratorSettings, partitions: Sequence[PartitionPlan]
+) -> dict[str, Any]:
+    """What the engine is set to, beside what the prompts ask of it.
+
+    This is where the sizes that the engine would choose itself belong: until it tells them
+    without loading, ``auto`` stands for them, beside what the longest request takes.
+    """
+    longest = max((plan.longest_request for plan in partitions), default=0)
+    longest_pages = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    batch = settings.max_batch_size
+    return {
+        "model": settings.model,
+        "device": settings.device,
+        "max_batch_size": AUTO if batch is None else batch,
+        "cache_tokens": AUTO if settings.cache_tokens is None else settings.cache_tokens,
+        "cache_type": settings.cache_type,
+        "max_seq_len": AUTO if settings.max_seq_len is None else settings.max_seq_len,
+        "longest_request": longest,
+        "cache_tokens_of_longest": longest_pages,
+        "most_cache_tokens_used": None if batch is None else longest_pages * batch,
+    }
+
+
+def _complete_manifest(partition: Partition) -> Manifest | None:
+    manifest = sound_manifest(partition)
+    return manifest if manifest is not None and manifest.complete else None
+
+
+def _slices(spec: BulkInferenceSpec, store: Store) -> tuple[dict[str, Slice], list[str]]:
+    """The source's partitions; none, with a note, where it has no files."""
+    try:
+        return plan_partitions(spec, store), []
+    except NoFilesError as error:
+        return {}, [f"{error}; the plan is of what is stored"]
+
+
+def _count_source_rows(spec: BulkInferenceSpec, slice_: Slice) -> int | None:
+    """The rows of a slice, as far as files tell them; None for a whole Hugging Face dataset."""
+    if not isinstance(spec.source, FilesSource):
+        rows = None if slice_.stop is None else slice_.stop - slice_.start
+    else:
+        reader = FilesReader(spec.source, ())
+        rows = sum(
+            reader.num_rows(file) if file.stop is None else file.stop - file.start
+            for file in slice_.files
+        )
+    limit = spec.source.limit
+    return rows if limit is None or rows is None else min(rows, limit)
+
+
+def _has_gpu() -> bool:
+    """Whether the driver shows a GPU that this process may use; asks no library."""
+    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+def _note_stale(plan: PartitionPlan) -> None:
+    """Say where the stored prompts are not those that a run would use."""
+    if plan.has_prompts and plan.state and not plan.state.startswith(("unfinished", "model")):
+        plan.notes.append(
+            f"{plan.state}: a run makes the prompts anew, the numbers are of the stored ones"
+        )
+
+
+def _count_prompts(plan: PartitionPlan, prompts: Partition, show_text: bool) -> None:
+    statuses: Counter[str] = Counter()
+    for batch in prompts.read(["status", "prompt_tokens"], READ_ROWS):
+        status = np.array(batch.column("status").to_pylist(), object)
+        statuses.update(status.tolist())
+        tokens = batch.column("prompt_tokens").fill_null(0).to_numpy()
+        plan.lengths.add(tokens[status == READY] if len(status) else tokens)
+    plan.statuses = dict(sorted(statuses.items()))
+    if statuses.total() > statuses[READY]:
+        plan.cannot_run = list(_examples(prompts, show_text))
+
+
+def _examples(prompts: Partition, show_text: bool) -> Iterator[dict[str, Any]]:
+    """The first rows that cannot run, and why."""
+    names = ["row_index", "row_id", "status", "prompt_tokens", "error"]
+    found = 0
+    for batch in prompts.read(names, READ_ROWS):
+        for row in batch.to_pylist() if set(batch.column("status").to_pylist()) != {READY} else ():
+            if row["status"] == READY:
+                continue
+            yield row if show_text else {name: row[name] for name in names if name != "row_id"}
+            found += 1
+            if found == MAX_EXAMPLES:
+                return
+
+
+def _count_requests(
+    plan: PartitionPlan,
+    store: Store,
+    prompts: Partition,
+    manifest: Manifest,
+    fingerprint: str | None,
+    look_elsewhere: bool,
+) -> None:
+    wanted = WantedRequests(prompts, fingerprint or "")
+    plan.requests = len(wanted)
+    plan.not_ready = len(wanted) - int(wanted.ready.sum())
+    plan.duplicates = int(wanted.ready.sum()) - len(wanted.first_of_each(wanted.ready))
+    partition = store.partition(COMPLETIONS, plan.partition)
+    answers, stored = StoredAnswers(wanted), None
+    if fingerprint is not None:
+        answers, stored = _stored_answers(partition, wanted)
+    missing = answers.missing()
+    plan.answered = int((wanted.ready & ~missing).sum())
+    if look_elsewhere and missing.any() and fingerprint is not None:
+        found = _answered_elsewhere(store, plan.partition, wanted, missing)
+        plan.in_others, missing = int(found.sum()), missing & ~found
+    leaders = wanted.first_of_each(missing)
+    plan.to_run = len(leaders)
+    plan.most_new_tokens = int(wanted.limits[leaders].sum())
+    now = {"model": fingerprint, "sampling": manifest.inputs.get("sampling")}
+    parts = stored.parts if stored else []
+
+    def has_row(numbers: np.ndarray) -> np.ndarray:
+        return rows_with_answers(prompts, partition, parts, wanted.row_index[numbers])
+
+    made_with = stored.meta.get("made_with", {}) if stored else {}
+    plan.reasons = reasons(leaders, answers, has_row, made_with, now)
+    plan.run_prompt_tokens, plan.shared_prefix_tokens = shared_prefixes(
+        prompts, wanted.row_index[leaders]
+    )
+
+
+def _stored_answers(
+    partition: Partition, wanted: WantedRequests
+) -> tuple[StoredAnswers, Manifest | None]:
+    """Look through a partition; where a run replaces its parts meanwhile, once more."""
+    for attempt in range(TRIES):
+        answers, manifest = StoredAnswers(wanted), sound_manifest(partition)
+        try:
+            answers.look_into(partition, manifest.parts if manifest else [])
+            break
+        except (FileNotFoundError, ValueError):
+            if attempt == TRIES - 1 or sound_manifest(partition) == manifest:
+                raise
+    return answers, manifest
+
+
+def _answered_elsewhere(
+    store: Store, own: str, wanted: WantedRequests, missing: np.ndarray
+) -> np.ndarray:
+    """Which of the requests in the mask have an answer in another partition, to be copied."""
+    found = np.zeros_like(missing)
+    for key in store.partition_keys(COMPLETIONS):
+        if key == own or not (missing & ~found).any():
+            continue
+        try:
+            answers, _ = _stored_answers(store.partition(COMPLETIONS, key), wanted)
+        except (FileNotFoundError, ValueError):  # it is being written, or is damaged
+            continue
+        found |= missing & (answers.found & ANSWERED != 0)
+    return found
+
+
+def _problems(settings: GeneratorSettings, partitions: Iterable[PartitionPlan]) -> list[str]:
+    """What would stop a run before it begins."""
+    cache = settings.cache_tokens
+    return [
+        f"{plan.partition}: generator.cache_tokens must hold the longest request, prompt and "
+        f"completion together ({plan.longest_request} tokens), got {cache}; raise it, or lower "
+        f"sampling.max_new_tokens or generator.max_seq_len"
+        for plan in partitions
+        if cache is not None and plan.longest_request > cache
+    ]
+
+
+def _estimate(
+    spec: BulkInferenceSpec,
+    partitions: Sequence[PartitionPlan],
+    rate: Rate | None,
+    price_per_hour: float | None,
+) -> Estimate:
+    """Rows without prompts count as requests of the longest answer."""
+    uncounted = sum(
+        (plan.rows or 0) * spec.sampling.n for plan in partitions if not plan.has_prompts
+    )
+    requests = sum(plan.to_run for plan in partitions) + uncounted
+    most = sum(plan.most_new_tokens for plan in partitions)
+    most += uncounted * spec.sampling.max_new_tokens
+    return estimate(requests, most, rate, price_per_hour)

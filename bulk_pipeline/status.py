@@ -1,0 +1,119 @@
+"""How far a dataset's partitions are, from what is on disk: for another shell than the run's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bulk_pipeline.plan_view import format_seconds, text_table
+from bulk_pipeline.stages.progress import is_alive, read_progress
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES, Manifest, Store
+from bulk_pipeline.tables import sound_manifest
+
+FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
+STATES = (RUNNING, STOPPED, WAITING, FINISHED)
+BAR_WIDTH = 20
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatus:
+    """How far a partition is.
+
+    Attributes
+    ----------
+    state
+        ``finished``; ``running``; ``stopped``: a run has died or was interrupted in it; or
+        ``unfinished``: not all of its tables are there.
+    table
+        The first table that is not complete; None where all are.
+    progress
+        Of its requests, where they run or a run left them: see `stages.progress`.
+    """
+
+    partition: str
+    state: str
+    table: str | None = None
+    progress: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the progress with its rates."""
+        value: dict[str, Any] = {
+            "partition": self.partition,
+            "state": self.state,
+            "table": self.table,
+        }
+        if self.progress is None:
+            return value
+        names = ("requests", "done", "completion_tokens", "seconds", "mean_batch", "updated")
+        return value | {
+            **{name: self.progress.get(name) for name in names},
+            "tokens_per_second": self.tokens_per_second,
+            "seconds_left": self.seconds_left,
+        }
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens a second so far."""
+        progress = self.progress or {"completion_tokens": 0, "seconds": 0}
+        return progress["completion_tokens"] / max(progress["seconds"], 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to go at the rate so far; None before the first request is done."""
+        if not self.progress or not self.progress["done"]:
+            return None
+        done, requests = self.progress["done"], self.progress["requests"]
+        return self.progress["seconds"] / done * (requests - done)
+
+
+def read_status(store: Store) -> list[PartitionStatus]:
+    """How far each partition is that was begun, by key."""
+    keys = sorted({key for table in TABLES for key in store.partition_keys(table)})
+    return [_status(store, key) for key in keys]
+
+
+def _status(store: Store, key: str) -> PartitionStatus:
+    progress = read_progress(store.partition(COMPLETIONS, key))
+    if progress is not None:
+        state = RUNNING if is_alive(progress) else STOPPED
+        return PartitionStatus(key, state, COMPLETIONS, progress)
+    for table in TABLES:
+        manifest = sound_manifest(store.partition(table, key))
+        if manifest is None or not manifest.complete:
+            return PartitionStatus(key, _unfinished_state(manifest), table)
+    return PartitionStatus(key, FINISHED)
+
+
+def _unfinished_state(manifest: Manifest | None) -> str:
+    """Whether a run is writing a table that is not complete."""
+    writer = manifest and manifest.writer
+    if not writer:
+        return WAITING
+    record = {"host": writer.host, "pid": writer.pid, "updated": writer.started}
+    return RUNNING if is_alive(record) else STOPPED
+
+
+def to_text(dataset: str, statuses: list[PartitionStatus]) -> str:
+    """A line of counts, and one for each partition that is not finished."""
+    counts = {state: sum(each.state == state for each in statuses) for state in STATES}
+    listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    head = f"{dataset}: {len(statuses)} partitions{f': {listed}' if listed else ''}"
+    rows = [_row(each) for each in statuses if each.state != FINISHED]
+    if not rows:
+        return head
+    return f"{head}\n{text_table(('partition', 'state', 'at', 'how far', ''), rows)}"
+
+
+def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:
+    where = (status.partition, status.state, status.table or OUTPUT)
+    progress = status.progress
+    if progress is None:
+        return (*where, "", "")
+    done, requests = progress["done"], progress["requests"]
+    filled = BAR_WIDTH * done // max(requests, 1)
+    bar = "#" * filled + "." * (BAR_WIDTH - filled)
+    if not progress["seconds"]:
+        return (*where, f"[{bar}] 0 of {requests}", "loading the model")
+    left = status.seconds_left
+    numbers = f"{status.tokens_per_second:,.1f} tokens/s, {progress['mean_batch']:.1f} at once"
+    if status.state == RUNNING:
+        numbers += f", {'no estimate yet' if left is None else f'{format_seconds(left)} left'}"
+    return (*where, f"[{bar}] {done} of {requests}", numbers)
