@@ -36,7 +36,8 @@ def build_bulk_inference_defs(
     spec = spec.resolve_paths(Path(project_root).resolve())
     resource_key = spec.generator_resource or f"{spec.name}_model"
     jobs, assets_job = build_jobs(spec, resource_key)
-    assets = build_assets(spec, resource_key)
+    raw_dataset, *others = build_assets(spec, resource_key)
+    assets = [_after(raw_dataset, spec), *others]
     resources = {}
     if spec.generator is not None:
         resources[resource_key] = ExLlamaV2Resource(**spec.generator.model_dump())
@@ -55,6 +56,20 @@ def build_bulk_inference_defs(
         schedules=[build_schedule(spec, assets_job, resource_key)] if has_schedule else [],
         resources=resources,
     )
+
+
+def _after(raw_dataset: dg.AssetsDefinition, spec: BulkInferenceSpec) -> dg.AssetsDefinition:
+    """Put the assets that write the source upstream of `raw_dataset`."""
+    keys = [dg.AssetKey.from_user_string(name) for name in spec.source.deps]
+    if not keys:
+        return raw_dataset
+    # Which partition of theirs writes what a partition of ours reads is not known.
+    deps = [dg.AssetDep(key, partition_mapping=dg.AllPartitionMapping()) for key in keys]
+    shown = raw_dataset.map_asset_specs(lambda asset: asset.merge_attributes(deps=deps))
+    # Dagster 1.13 shows the new dependencies so, and does not wait for them within a run.
+    shown_deps = [dep.asset_key for asset in shown.specs for dep in asset.deps]
+    inputs = dict(zip(shown.op.ins, shown_deps, strict=True))
+    return dg.AssetsDefinition(**shown.get_attributes_dict() | {"keys_by_input_name": inputs})
 
 
 class BulkInferenceComponent(dg.Component):

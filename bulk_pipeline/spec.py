@@ -56,6 +56,11 @@ class _Source(_Model):
         ge=1,
         description="Read at most this many rows of a partition, for a trial. Off: null.",
     )
+    deps: list[str] = Field(
+        default_factory=list,
+        description="Keys of the assets that write the source, such as tickets or crm/tickets; "
+        "Dagster shows them upstream, and in one run makes them first. Off: empty.",
+    )
 
 
 class FilesSource(_Source):

@@ -148,3 +148,39 @@ def test_the_environment_can_be_used_in_yaml(load_yaml, monkeypatch):
     )
     assert spec.generator.model == "owner/other"
     assert spec.prompt.system == "77 words at most"
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    """An asset that writes the rows of `values`, in two partitions."""
+
+    @dg.asset(key=["crm", "rows"], partitions_def=dg.StaticPartitionsDefinition(["a", "b"]))
+    def rows():
+        (tmp_path / "rows.jsonl").write_text('{"text": "hi"}\n')
+
+    return rows
+
+
+@pytest.mark.parametrize("by", ["none", "file"])
+def test_assets_that_write_the_source_are_upstream(upstream, by):
+    source = {"path": "rows.jsonl", "deps": ["crm/rows", "other"]}
+    ours = build_bulk_inference_defs(values("data", source=source, partitions={"by": by}))
+    defs = dg.Definitions.merge(dg.Definitions([upstream, dg.AssetSpec("other")]), ours)
+    dg.Definitions.validate_loadable(defs)
+    raw = defs.resolve_asset_graph().get(dg.AssetKey(["data", "raw_dataset"]))
+    assert raw.parent_keys == {dg.AssetKey(["crm", "rows"]), dg.AssetKey("other")}
+    assert {key.name for key in raw.check_keys} == {"unique_row_ids", "schema"}
+
+
+def test_a_run_makes_the_source_first(tmp_path):
+    @dg.asset
+    def zz_rows():  # of assets that do not depend on each other, the first by name would run first
+        (tmp_path / "rows.jsonl").write_text('{"text": "hi"}\n')
+
+    source = {"path": "rows.jsonl", "deps": ["zz_rows"]}
+    ours = build_bulk_inference_defs(values("data", source=source), tmp_path)
+    raw = dg.AssetSelection.assets(["data", "raw_dataset"], "zz_rows")
+    job = dg.define_asset_job("both", selection=raw)
+    defs = dg.Definitions.merge(dg.Definitions([zz_rows], jobs=[job]), ours)
+    result = defs.resolve_job_def("both").execute_in_process(partition_key="all")
+    assert result.success

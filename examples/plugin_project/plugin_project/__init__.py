@@ -1,0 +1,1 @@
+"""A Dagster project that uses bulk_pipeline as a plugin."""
