@@ -155,3 +155,35 @@ def test_help_tells_what_a_command_does(command):
     assert result.exit_code == 0
     assert "Usage: " in result.output
     assert len(result.output.splitlines()) > 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "module"),
+    [
+        (None, "bulk_pipeline.definitions"),
+        ('[project]\nname = "x"\n', "bulk_pipeline.definitions"),
+        ('[tool.dg.project]\nroot_module = "gone"\n', "gone.definitions"),
+        (
+            '[tool.dg.project]\nroot_module = "x"\ncode_location_target_module = "gone.defs"\n',
+            "gone.defs",
+        ),
+    ],
+    ids=["no project", "another project", "dg project", "named module"],
+)
+def test_the_definitions_are_those_of_the_project_in_this_folder(
+    tmp_path, monkeypatch, settings, module
+):
+    monkeypatch.chdir(tmp_path)
+    if settings is not None:
+        (tmp_path / "pyproject.toml").write_text(settings)
+    result = CliRunner().invoke(main, ["status", "nothing"])
+    assert result.exit_code == 2
+    assert module in result.output
+
+
+def test_a_broken_pyproject_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[tool")
+    result = CliRunner().invoke(main, ["status"])
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: pyproject.toml: ")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import click.testing
@@ -22,6 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, which the command is called in; tests' own package can be imported."""
     root = str(Path(__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", root)
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -102,15 +104,11 @@ def test_a_new_project_loads_and_runs(here, toy, monkeypatch):
     assert "partitions sync" not in result.output  # the file is one partition
     changed = path.read_text().replace("max_new_tokens: 256", "max_new_tokens: 4")
     path.write_text(changed)
-    monkeypatch.setenv("DAGSTER_HOME", str(here / ".dagster_home"))
-    for command in ("run --until prompts", "run"):
-        done = subprocess.run(
-            [sys.executable, "-m", "bulk_pipeline.cli", *command.split()]
-            + ["-m", f"{PACKAGE}.definitions", "tickets"],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    steps = textwrap.dedent(result.output.split("next:\n")[1])
+    assert "bulk-pipeline plan tickets" in steps
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    done = subprocess.run(["bash", "-euc", steps], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert scan_table("data/bulk", "tickets").collect()["question"].to_list() == [
         "What is 0?",
         "What is 1?",

@@ -116,16 +116,15 @@ def _choose_model(folder: Path, asks: bool) -> str:
 def _tell_next_steps(
     project: Project, name: str, path: Path, prompt: dict[str, str], is_cut: bool
 ) -> None:
-    module = "" if project.module == "bulk_pipeline.definitions" else f" -m {project.module}"
     ((setting, value),) = prompt.items()
     click.echo(f"prompt.{setting}: {value!r}")
     click.echo(f"wrote {path}")
     lines = [
         f"cd {project.folder}" if project.folder.resolve() != Path.cwd() else "",
         "" if os.environ.get("DAGSTER_HOME") else "export DAGSTER_HOME=$PWD/.dagster_home",
-        f"bulk-pipeline partitions sync{module} {name}" if is_cut else "",
-        f"bulk-pipeline run --until prompts{module} {name}",
-        f"bulk-pipeline plan{module} {name}",
-        f"bulk-pipeline run{module} {name}",
+        f"bulk-pipeline partitions sync {name}" if is_cut else "",
+        f"bulk-pipeline run --until prompts {name}",
+        f"bulk-pipeline plan {name}",
+        f"bulk-pipeline run {name}",
     ]
     click.echo("next:\n" + "\n".join(f"  {line}" for line in lines if line))

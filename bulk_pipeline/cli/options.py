@@ -2,6 +2,7 @@
 
 import json
 import os
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,25 @@ import click
 
 from bulk_pipeline.cli.datasets import WrongUseError
 
+
+def _project_module() -> str:
+    """The definitions of the Dagster project in this folder; else this package's own."""
+    try:
+        settings = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
+    except FileNotFoundError:
+        settings = {}
+    except ValueError as error:
+        raise WrongUseError(f"pyproject.toml: {error}; correct it or give --module") from None
+    project = settings.get("tool", {}).get("dg", {}).get("project", {})
+    package = project.get("root_module", "bulk_pipeline")
+    return project.get("code_location_target_module", f"{package}.definitions")
+
+
 module_option = click.option(
     "-m",
     "--module",
-    default="bulk_pipeline.definitions",
-    show_default=True,
+    default=_project_module,
+    show_default="of the Dagster project in this folder",
     help="Python module that holds the Dagster definitions.",
 )
 
