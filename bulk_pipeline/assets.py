@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
+from pydantic import Field, create_model
 
 from bulk_pipeline.checks import check_specs
 from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.partition_loop import run_partitions
 from bulk_pipeline.progress_view import observer
 from bulk_pipeline.resources import ExLlamaV2Resource
-from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec
 from bulk_pipeline.store import (
     COMPLETIONS,
     OUTPUT,
@@ -27,6 +27,33 @@ from bulk_pipeline.store import (
 
 SPEC = "bulk_pipeline/spec"  # metadata of the completions asset: the dataset's settings
 ALL = "all"  # the only key of a dataset that is not cut
+
+
+def _sampling_config() -> type[dg.Config]:
+    """The settings of `SamplingSpec`, none of which has to be given; Dagster checks their types."""
+    fields: dict[str, Any] = {}
+    for name, field in SamplingSpec.model_fields.items():
+        plain: Any = {"banned_token_ids": list[int], "logit_bias": Any}.get(name, field.annotation)
+        fields[name] = (plain | None, Field(None, description=field.description))
+    return create_model("SamplingConfig", __base__=dg.Config, **fields)
+
+
+SamplingConfig = _sampling_config()
+
+
+class PromptsConfig(dg.Config):
+    """What a run may change for its partitions, in the launchpad or on the command line."""
+
+    sampling: SamplingConfig = Field(  # type: ignore[valid-type]
+        SamplingConfig(),
+        description="Values that take the place of the dataset's sampling, for the partitions of "
+        "this run. They stay with each of them, whatever runs it next, until reset_sampling.",
+    )
+    reset_sampling: bool = Field(
+        False,
+        description="Forget what earlier runs put in place of the dataset's sampling, before the "
+        "values of this run count.",
+    )
 
 
 class CompletionsConfig(dg.Config):
@@ -111,16 +138,17 @@ def _prompts(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
         required_resource_keys={resource_key},
         description="Each row rendered with the chat template and tokenised.",
     )
-    def prompts(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    def prompts(context: dg.AssetExecutionContext, config: PromptsConfig) -> dg.MaterializeResult:
         from bulk_pipeline.stages.format import format_partition
 
         store, model = open_store(spec), _model(context, resource_key)
+        changes = config.model_dump(exclude_none=True)["sampling"]
         return run_partitions(
             context,
             spec,
             store,
             PROMPTS,
-            lambda key: format_partition(spec, store, key, model),
+            lambda key: format_partition(spec, store, key, model, changes, config.reset_sampling),
             lambda key: _described(context, lambda: _plan(spec, store, model, key)),
         )
 

@@ -20,6 +20,7 @@ from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
 from bulk_pipeline.stages.prefixes import shared_prefixes
+from bulk_pipeline.stages.sampling_changes import differences, stored_changes
 from bulk_pipeline.stages.sources import FilesReader
 from bulk_pipeline.stages.staleness import find_missing_or_stale
 from bulk_pipeline.stages.stored import ANSWERED, StoredAnswers, reasons, rows_with_answers
@@ -58,6 +59,8 @@ class PartitionPlan:
         an earlier one of them has too.
     most_new_tokens
         Their limits, added up.
+    changed_sampling
+        What differs from the dataset's sampling, until it is reset: see `sampling_changes`.
     """
 
     partition: str
@@ -78,6 +81,7 @@ class PartitionPlan:
     run_prompt_tokens: int = 0
     shared_prefix_tokens: int = 0
     most_new_tokens: int = 0
+    changed_sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -204,6 +208,8 @@ def plan_partition(
     raw = _complete_manifest(store.partition(RAW_DATASET, key))
     plan.rows = raw.num_rows if raw else None
     prompts = store.partition(PROMPTS, key)
+    changes = stored_changes(sound_manifest(prompts))
+    plan.changed_sampling = differences(spec.sampling, changes)
     manifest = _complete_manifest(prompts)
     if manifest is None:
         plan.notes.append("no prompts yet, only rows are counted; materialise prompts to know more")
@@ -339,7 +345,7 @@ def _count_requests(
     plan.to_run = len(leaders)
     plan.most_new_tokens = int(wanted.limits[leaders].sum())
     now = {"model": fingerprint, "sampling": manifest.inputs.get("sampling")}
-    parts = stored.parts if stored else []
+    parts = stored.stored if stored else []
 
     def has_row(numbers: np.ndarray) -> np.ndarray:
         return rows_with_answers(prompts, partition, parts, wanted.row_index[numbers])
@@ -358,7 +364,7 @@ def _stored_answers(
     for attempt in range(TRIES):
         answers, manifest = StoredAnswers(wanted), sound_manifest(partition)
         try:
-            answers.look_into(partition, manifest.parts if manifest else [])
+            answers.look_into(partition, manifest.stored if manifest else [])
             break
         except (FileNotFoundError, ValueError):
             if attempt == TRIES - 1 or sound_manifest(partition) == manifest:

@@ -7,6 +7,7 @@ from bulk_pipeline.charts import Chart, bar_chart, share_chart, stack
 from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.plan import PartitionPlan, Plan
 from bulk_pipeline.spec import PAGE_TOKENS
+from bulk_pipeline.stages.sampling_changes import describe
 
 BAR_WIDTH = 40  # characters of the histogram's longest bar
 MAX_PARTITIONS = 30  # in a text; the rest are added up
@@ -28,6 +29,7 @@ PARTITION_NUMBERS = (
     "run_prompt_tokens",
     "shared_prefix_tokens",
     "most_new_tokens",
+    "changed_sampling",
     "notes",
 )
 TOTALS = (
@@ -86,6 +88,7 @@ def to_text(plan: Plan) -> str:
         _partition_table(plan),
         _histogram(plan.lengths),
         _cannot_run(plan),
+        _changed_sampling(plan),
         _requests(plan),
         _engine(plan),
         _estimate(plan),
@@ -107,6 +110,11 @@ def to_markdown(plan: PartitionPlan) -> str:
         f"median {lengths['p50']}, 95 % up to {lengths['p95']}. Shared leading pages: {shared}. "
         f"At most {plan.most_new_tokens} new tokens.",
         "",
+        *(
+            [f"Sampling changed: {describe(plan.changed_sampling)}.", ""]
+            if plan.changed_sampling
+            else []
+        ),
         "| tokens | rows |",
         "| ---: | ---: |",
         *(f"| {first}–{last} | {rows} |" for first, last, rows in plan.lengths.bins()),
@@ -253,6 +261,14 @@ def _cannot_run(plan: Plan) -> str:
     if sum(counts.values()) > len(lines) - 1:
         lines.append("  ...")
     return "\n".join(lines)
+
+
+def _changed_sampling(plan: Plan) -> str:
+    return "\n".join(
+        f"sampling changed for {each.partition}: {describe(each.changed_sampling)}"
+        for each in plan.partitions
+        if each.changed_sampling
+    )
 
 
 def _requests(plan: Plan) -> str:

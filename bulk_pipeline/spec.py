@@ -519,6 +519,21 @@ def load_spec(data: dict[str, Any]) -> BulkInferenceSpec:
         raise ValueError("\n".join(map(_problem, error.errors()))) from None
 
 
+def change_sampling(sampling: SamplingSpec, changes: dict[str, Any]) -> SamplingSpec:
+    """The settings with some values replaced.
+
+    Raises
+    ------
+    ValueError
+        One line a problem, as `load_spec` has them.
+    """
+    try:
+        return SamplingSpec.model_validate(sampling.model_dump() | changes)
+    except ValidationError as error:
+        problems = ({**each, "loc": ("sampling", *each["loc"])} for each in error.errors())
+        raise ValueError("\n".join(map(_problem, problems))) from None
+
+
 def _problem(error: Any) -> str:
     field = ".".join(str(part) for part in error["loc"] if part not in ("files", "huggingface"))
     message = error["msg"].removeprefix("Value error, ")

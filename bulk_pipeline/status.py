@@ -1,11 +1,13 @@
 """How far a dataset's partitions are, from what is on disk: for another shell than the run's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bulk_pipeline.plan_view import format_seconds, text_table
+from bulk_pipeline.spec import SamplingSpec
 from bulk_pipeline.stages.progress import is_alive, read_progress
-from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES, Manifest, Store
+from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, TABLES, Manifest, Store
 from bulk_pipeline.tables import sound_manifest
 
 FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
@@ -26,12 +28,15 @@ class PartitionStatus:
         The first table that is not complete; None where all are.
     progress
         Of its requests, where they run or a run left them: see `stages.progress`.
+    changed_sampling
+        What differs from the dataset's sampling: see `stages.sampling_changes`.
     """
 
     partition: str
     state: str
     table: str | None = None
     progress: dict[str, Any] | None = None
+    changed_sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the progress with its rates."""
@@ -39,6 +44,7 @@ class PartitionStatus:
             "partition": self.partition,
             "state": self.state,
             "table": self.table,
+            "changed_sampling": self.changed_sampling,
         }
         if self.progress is None:
             return value
@@ -64,10 +70,24 @@ class PartitionStatus:
         return self.progress["seconds"] / done * (requests - done)
 
 
-def read_status(store: Store) -> list[PartitionStatus]:
-    """How far each partition is that was begun, by key."""
+def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[PartitionStatus]:
+    """How far each partition is that was begun, by key.
+
+    Parameters
+    ----------
+    sampling
+        The dataset's; without it, no partition's sampling is compared with it.
+    """
     keys = sorted({key for table in TABLES for key in store.partition_keys(table)})
-    return [_status(store, key) for key in keys]
+    found = [_status(store, key) for key in keys]
+    if sampling is None:
+        return found
+    manifests = (sound_manifest(store.partition(PROMPTS, key)) for key in keys)
+    changed = (differences(sampling, stored_changes(manifest)) for manifest in manifests)
+    return [
+        replace(each, changed_sampling=changes)
+        for each, changes in zip(found, changed, strict=True)
+    ]
 
 
 def _status(store: Store, key: str) -> PartitionStatus:
@@ -97,9 +117,13 @@ def to_text(dataset: str, statuses: list[PartitionStatus]) -> str:
     listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     head = f"{dataset}: {len(statuses)} partitions{f': {listed}' if listed else ''}"
     rows = [_row(each) for each in statuses if each.state != FINISHED]
-    if not rows:
-        return head
-    return f"{head}\n{text_table(('partition', 'state', 'at', 'how far', ''), rows)}"
+    table = [text_table(("partition", "state", "at", "how far", ""), rows)] if rows else []
+    changed = [
+        f"sampling changed for {each.partition}: {describe(each.changed_sampling)}"
+        for each in statuses
+        if each.changed_sampling
+    ]
+    return "\n".join([head, *table, *changed])
 
 
 def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:

@@ -187,7 +187,10 @@ class Writer(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The committed state of one partition of one table."""
+    """The committed state of one partition of one table.
+
+    `kept` are parts whose rows the table does not hold now, for when they are asked for again.
+    """
 
     schema_version: int = SCHEMA_VERSION
     table: str
@@ -196,14 +199,20 @@ class Manifest(BaseModel):
     writer: Writer | None = None
     complete: bool = False
     parts: list[Part] = []
+    kept: list[Part] = []
     inputs: dict[str, Any] = {}
     meta: dict[str, Any] = {}
     replaced: list[str] = []  # parts that the last commit replaced; deleted, or about to be
 
     @property
     def num_rows(self) -> int:
-        """Rows in all parts."""
+        """Rows of the table."""
         return sum(part.rows for part in self.parts)
+
+    @property
+    def stored(self) -> list[Part]:
+        """All parts: those kept, then the table's."""
+        return [*self.kept, *self.parts]
 
 
 def is_partition_key(key: str) -> bool:
@@ -550,8 +559,11 @@ class PartitionWriter:
         complete: bool,
         inputs: dict[str, Any] | None = None,
         meta: dict[str, Any] | None = None,
+        kept: Sequence[Part] | None = None,
     ) -> None:
         """Make `parts` the table, in one step, and delete the parts that were replaced.
+
+        What is None stays as it is.
 
         Raises
         ------
@@ -562,10 +574,13 @@ class PartitionWriter:
         if current is None or current.writer != self.manifest.writer:
             raise RuntimeError(self.partition._busy(current))
         fault_point("commit")
-        replaced = {part.name for part in self.manifest.parts} - {part.name for part in parts}
+        kept = self.manifest.kept if kept is None else kept
+        replaced = {part.name for part in self.manifest.stored}
+        replaced -= {part.name for part in (*parts, *kept)}
         self.manifest = self.manifest.model_copy(
             update={
                 "parts": list(parts),
+                "kept": list(kept),
                 "complete": complete,
                 "inputs": self.manifest.inputs if inputs is None else inputs,
                 "meta": self.manifest.meta if meta is None else meta,
@@ -618,10 +633,10 @@ class PartitionWriter:
     def _set_aside_strangers(self) -> None:
         """Move away what no manifest names and parts that are not as committed."""
         fs, folder = self.partition.store.fs, self.partition.path
-        problems = {part.name: self.partition._problem(part) for part in self.manifest.parts}
+        problems = {part.name: self.partition._problem(part) for part in self.manifest.stored}
         torn = {name for name, problem in problems.items() if problem}
         self.lost += [f"{folder}/{name} {problems[name]}" for name in sorted(torn)]
-        known = {part.name for part in self.manifest.parts} - torn
+        known = problems.keys() - torn
         files = fs.ls(folder, detail=False) if fs.exists(folder) else []
         for path in files:
             name = path.rpartition("/")[2]
@@ -629,7 +644,8 @@ class PartitionWriter:
                 self.partition.delete(name)  # an interrupted write or deletion of ours
             elif name.endswith(".parquet") and name not in known:
                 self._put_aside(name, name)
-        if torn:
+        self.manifest.kept = [p for p in self.manifest.kept if p.name not in torn]
+        if torn & {part.name for part in self.manifest.parts}:
             self.manifest.parts = [p for p in self.manifest.parts if p.name not in torn]
             self.manifest.complete = False
 

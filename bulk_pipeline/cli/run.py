@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import dagster as dg
+import yaml
 
 from bulk_pipeline.assets import asset_key, open_store
 from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges
@@ -22,17 +23,29 @@ from bulk_pipeline.cli.options import (
     to_json,
 )
 from bulk_pipeline.progress_view import progress_bar
+from bulk_pipeline.spec import SamplingSpec, change_sampling
 from bulk_pipeline.status import RUNNING, read_status, to_text
-from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 
 CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 WARNINGS: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
+MANY_TOKENS = 1 << 31  # more than any min_new_tokens
 
 
 @click.command()
 @module_option
 @partition_option
 @click.option("--redo", default="none", show_default=True, help="none, all, or statuses: a,b.")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="sampling.NAME=VALUE",
+    help="Change the sampling of these partitions until it is reset; may be given again.",
+)
+@click.option(
+    "--reset-sampling", is_flag=True, help="Put the sampling back to that of the settings."
+)
 @click.option(
     "--until",
     type=click.Choice(TABLES),
@@ -43,16 +56,30 @@ WARNINGS: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "WAR
 @json_option
 @click.argument("dataset")
 def run(
-    module: str, keys: Sequence[str], redo: str, until: str, as_json: bool, dataset: str
+    module: str,
+    keys: Sequence[str],
+    redo: str,
+    changes: Sequence[str],
+    reset_sampling: bool,
+    until: str,
+    as_json: bool,
+    dataset: str,
 ) -> None:
     """Run a dataset in this process.
 
     Its four assets over all its partitions, or those named. With --redo stored completions are
-    made anew: all, or those of some statuses. On a terminal a bar shows how far it is;
-    elsewhere lines do. The exit code is 1 if a partition failed.
+    made anew: all, or those of some statuses. With --set the partitions' sampling differs from
+    the settings, in every later run too, until --reset-sampling brings the answers of before
+    back. On a terminal a bar shows how far it is; elsewhere lines do. The exit code is 1 if a
+    partition failed.
     """
     if redo != "none" and until not in (COMPLETIONS, OUTPUT):
         raise WrongUseError(f"--redo needs completions, and --until {until} ends before; drop one")
+    if (changes or reset_sampling) and until == RAW_DATASET:
+        raise WrongUseError(
+            f"sampling is changed in the prompts, and --until {until} ends before; drop one"
+        )
+    sampling = _sampling_changes(changes)
     need_home("nothing would remember the run")
     definitions = load_definitions(module)
     specs = find_specs(module)
@@ -62,8 +89,13 @@ def run(
     assets = [asset_key(specs[dataset], table) for table in tables]
     is_shown = sys.stderr.isatty()
     config = dict(WARNINGS if is_shown else CONSOLE)
-    if COMPLETIONS in tables:
-        config["ops"] = {f"{dataset}__{COMPLETIONS}": {"config": {"redo": redo}}}
+    wanted = {
+        PROMPTS: {"sampling": sampling, "reset_sampling": reset_sampling},
+        COMPLETIONS: {"redo": redo},
+    }
+    config["ops"] = {
+        f"{dataset}__{table}": {"config": wanted[table]} for table in tables if table in wanted
+    }
     with dg.DagsterInstance.get() as instance, ExitStack() as stack:
         order = _registered_partitions(job, instance, dataset, keys)
         if is_shown:
@@ -79,7 +111,7 @@ def run(
                 failed.append("...".join(ends))
     statuses = [
         each
-        for each in read_status(open_store(specs[dataset]))
+        for each in read_status(open_store(specs[dataset]), specs[dataset].sampling)
         if each.partition in (keys or order)
     ]
     if as_json:
@@ -88,6 +120,24 @@ def run(
         click.echo(to_text(dataset, statuses))
     if failed:
         raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed; see above")
+
+
+def _sampling_changes(changes: Sequence[str]) -> dict[str, Any]:
+    """The values of --set by name; they go with some settings, if not with every partition's."""
+    values = {}
+    for change in changes:
+        name, has_value, text = change.partition("=")
+        if not has_value or not name.startswith("sampling."):
+            raise WrongUseError(f"--set must be sampling.NAME=VALUE, got {change!r}")
+        try:
+            values[name.removeprefix("sampling.")] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise WrongUseError(f"--set: {change!r}: the value is not YAML; quote it") from None
+    try:
+        sampling = change_sampling(SamplingSpec(max_new_tokens=MANY_TOKENS), values)
+    except ValueError as error:
+        raise WrongUseError(f"--set: {error}") from None
+    return sampling.model_dump(include=set(values))
 
 
 def _registered_partitions(
@@ -130,7 +180,7 @@ def status(
     check_names(datasets, specs, module)
     stores = {name: open_store(specs[name]) for name in datasets or specs}
     while True:
-        found = {name: read_status(store) for name, store in stores.items()}
+        found = {name: read_status(store, specs[name].sampling) for name, store in stores.items()}
         if as_json:
             value = {name: [each.to_json() for each in found[name]] for name in found}
             click.echo(json.dumps(value) if follow else to_json(value))

@@ -25,12 +25,14 @@ from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.journal import ISOLATE_DEATHS, MAX_DEATHS, Journal
 from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile, tell_watchers
 from bulk_pipeline.stages.rows import RowStream
+from bulk_pipeline.stages.sampling_changes import changes_metadata, stored_changes
 from bulk_pipeline.stages.stored import (
     MAX_ATTEMPTS,
     Redo,
     StoredAnswers,
     begin_redo,
     copy_from_others,
+    keep_unwanted,
     reasons,
     rows_with_answers,
 )
@@ -141,6 +143,7 @@ def complete_partition(
             "seconds": time.monotonic() - started,
             **({"parts_lost": writer.lost} if writer.lost else {}),
             **({"files_set_aside": writer.set_aside} if writer.set_aside else {}),
+            **changes_metadata(spec.sampling, job.changed_sampling),
             **{f"status_{status}": counts.get(status, 0) for status in sorted(Status)},
         },
     )
@@ -198,6 +201,7 @@ class _Job:
         self.spec, self.store, self.prompts = spec, store, prompts
         self.writer, self.journal = writer, journal
         self.model_fingerprint = model_fingerprint
+        self.changed_sampling = stored_changes(prompts_manifest)
         self.inputs = {
             "prompts": [part.name for part in prompts_manifest.parts],
             "model_fingerprint": model_fingerprint,
@@ -226,7 +230,7 @@ class _Job:
         self._redo, begins = begin_redo(self.writer, redo)
         if begins:
             self.journal.forget(list(self.journal.deaths))
-        parts_before = self.writer.manifest.parts
+        parts_before = self.writer.manifest.stored
         answers = self._answers()
         missing = answers.missing()
         if missing.any() and self._redo is None:
@@ -263,7 +267,7 @@ class _Job:
 
         `runs` are the records of those that made them.
         """
-        parts, partition = self.writer.manifest.parts, self.writer.partition
+        parts, partition = self.writer.manifest.stored, self.writer.partition
         answers = self._answers()
         assert answers.has_all(), "a request has neither an answer nor an error"
         tables = _deal(partition, parts, self.wanted, answers)
@@ -290,13 +294,15 @@ class _Job:
             complete=not offset or failed / offset <= allowed,
             inputs=self.inputs,
             meta={"status_counts": dict(counts), "made_with": self.made_with, "runs": runs},
+            # Once the sampling is reset, the answers of before are wanted again.
+            kept=keep_unwanted(self.writer, self.wanted) if self.changed_sampling else [],
         )
         self.writer.discard(pieces)
         self.journal.forget(list(self.journal.deaths))
 
     def _answers(self) -> StoredAnswers:
         answers = StoredAnswers(self.wanted)
-        answers.look_into(self.writer.partition, self.writer.manifest.parts, self._redo)
+        answers.look_into(self.writer.partition, self.writer.manifest.stored, self._redo)
         return answers
 
     def _with_deaths(self, least: int, below: int = 1 << 30) -> np.ndarray:

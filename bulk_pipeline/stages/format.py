@@ -7,10 +7,11 @@ inside a row does not, unless `prompt.allow_special_tokens` is set.
 """
 
 import hashlib
+import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date as Date
 from importlib import resources
@@ -28,8 +29,16 @@ from bulk_pipeline.spec import (
     PromptSpec,
     SamplingSpec,
 )
+from bulk_pipeline.stages.sampling_changes import (
+    CHANGES,
+    changes_metadata,
+    merge_changes,
+    stored_changes,
+    with_changes,
+)
 from bulk_pipeline.stages.turns import MAX_TEMPLATE_CHARS, BadRow, Chat, RawColumns, TurnReader
 from bulk_pipeline.store import (
+    MANIFEST,
     PROMPTS,
     PROMPTS_SCHEMA,
     RAW_DATASET,
@@ -46,13 +55,27 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 BATCH_ROWS = 1024
 MAX_CUTS = 8  # tries to cut a message so that it fits; two or three are usual
+log = logging.getLogger(__name__)
+
 DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def format_partition(
-    spec: BulkInferenceSpec, store: Store, key: str, settings: GeneratorSettings
+    spec: BulkInferenceSpec,
+    store: Store,
+    key: str,
+    settings: GeneratorSettings,
+    sampling: Mapping[str, Any] | None = None,
+    reset_sampling: bool = False,
 ) -> StageReport:
     """Render and tokenise one partition of raw_dataset.
+
+    Parameters
+    ----------
+    sampling
+        Values that take the place of the settings, for this partition and until they are reset.
+    reset_sampling
+        Forget the values that earlier runs put in place of the settings.
 
     Raises
     ------
@@ -67,17 +90,22 @@ def format_partition(
         resolve_model,
     )
 
-    started = time.monotonic()
+    started, settings_sampling = time.monotonic(), spec.sampling
     folder = resolve_model(settings.model, settings.revision, tokenizer_only=True)
     tokenizer = load_tokenizer(folder)
     raw = store.partition(RAW_DATASET, key)
     raw_manifest = raw.complete_manifest()
     template = chat_template_text(spec.prompt, tokenizer)
     end_tokens = end_token_ids(folder, template, tokenizer)
-    sampling = resolve_sampling(spec.sampling, end_tokens, tokenizer.special_tokens)
-    limit = max_sequence_length(settings, read_config(folder), spec.sampling)
     prompts = store.partition(PROMPTS, key)
     with prompts.writer() as writer:
+        if any(path.endswith(MANIFEST) for path in writer.set_aside):
+            log.warning("%s: sampling changed for it is lost with its manifest", prompts.label)
+        stored = {} if reset_sampling else stored_changes(writer.manifest)
+        changes = merge_changes(spec.sampling, stored, sampling) if sampling else stored
+        spec = with_changes(spec, changes)
+        resolved = resolve_sampling(spec.sampling, end_tokens, tokenizer.special_tokens)
+        limit = max_sequence_length(settings, read_config(folder), spec.sampling)
         first_formatted = writer.manifest.meta.get("first_formatted") or Date.today().isoformat()
         date = spec.prompt.date or first_formatted
         reader = TurnReader(
@@ -86,7 +114,7 @@ def format_partition(
             tokenizer.special_pattern,
             show_text=spec.output.preview,
         )
-        formatter = Formatter(spec, tokenizer, reader, template, date, limit, sampling)
+        formatter = Formatter(spec, tokenizer, reader, template, date, limit, resolved)
         formatter.check_template()
         counts = _Counts()
         with writer.new_part(PROMPTS_SCHEMA) as part_writer:
@@ -102,6 +130,7 @@ def format_partition(
             "chat_template": spec.prompt.chat_template,
             "chat_template_hash": _hash(template),
             "end_tokens": {str(id_): origin for id_, origin in end_tokens.items()},
+            **({CHANGES: changes} if changes else {}),
         }
         inputs = prompt_inputs(spec, settings, raw_manifest, tokenizer.files_hash(), template)
         writer.commit([part_writer.part], complete=True, inputs=inputs, meta=meta)
@@ -115,6 +144,7 @@ def format_partition(
             "max_prompt_tokens": counts.max_prompt_tokens,
             "mean_prompt_tokens": counts.prompt_tokens / max(counts.num_ready, 1),
             "rows_per_second": part_writer.rows / max(seconds, 1e-9),
+            **changes_metadata(settings_sampling, changes),
         },
     )
 

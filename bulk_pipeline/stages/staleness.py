@@ -16,6 +16,7 @@ from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.format import chat_template_text, prompt_inputs
 from bulk_pipeline.stages.ingest import source_settings
 from bulk_pipeline.stages.partitions import Slice, plan_partitions
+from bulk_pipeline.stages.sampling_changes import stored_changes, with_changes
 from bulk_pipeline.stages.sources import SourceFile, content_hash, file_system
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -137,8 +138,12 @@ class _Judge:
         if prompts.inputs.get("raw_parts") != [part.name for part in raw.parts]:
             return f"{PROMPTS} is older than {RAW_DATASET}"
         settings = self.settings or GeneratorSettings(model="")
+        try:
+            spec = with_changes(self.spec, stored_changes(prompts))
+        except ValueError as error:
+            return str(error)
         expected = prompt_inputs(
-            self.spec, settings, raw, self.tokenizer_hash or "", self.chat_template or ""
+            spec, settings, raw, self.tokenizer_hash or "", self.chat_template or ""
         )
         del expected["raw_parts"], expected["raw_epoch"]
         unknown = [

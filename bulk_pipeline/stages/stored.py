@@ -70,7 +70,7 @@ def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Re
         if pending is None:
             return None, False
         return Redo(tuple(pending["statuses"]), frozenset(pending["parts"])), False
-    parts = [part.name for part in writer.manifest.parts]
+    parts = [part.name for part in writer.manifest.stored]
     meta = writer.manifest.meta | {"redo": {"statuses": list(asked), "parts": parts}}
     writer.commit(writer.manifest.parts, complete=False, meta=meta)
     return Redo(asked, frozenset(parts)), True
@@ -127,8 +127,7 @@ class StoredAnswers:
         has_run = batch.column("request_key").is_valid()
         offsets = np.flatnonzero(has_run.to_numpy(zero_copy_only=False)) + offset
         run = batch.filter(has_run)
-        keys = key_halves(bytes.fromhex("".join(run.column("request_key").to_pylist())))
-        places, numbers = self._wanted.with_keys(keys)
+        places, numbers, serving = _pair(run, self._wanted)
         if not len(places):
             return
         statuses = run.column("status").to_pylist()
@@ -136,10 +135,6 @@ class StoredAnswers:
         to_redo: np.ndarray = np.array(
             [redo is not None and redo.covers(name, status) for status in statuses], bool
         )[places]
-        stored = run.select(["status", "completion_tokens", "max_new_tokens"]).take(places)
-        limits = self._wanted.limits[numbers].tolist()
-        answers = zip(*(column.to_pylist() for column in stored.columns), limits, strict=True)
-        serving: np.ndarray = np.array([serves(*answer) for answer in answers], bool)
         failed = ~(is_answer | to_redo) & (self.found[numbers] & ANSWERED == 0)
         attempts = np.minimum(run.column("attempts").to_numpy()[places], 255)
         self.found[numbers[to_redo]] |= TO_REDO
@@ -149,6 +144,33 @@ class StoredAnswers:
             self.found[numbers[is_kind]] |= bit
             self.part[numbers[is_kind]] = part
             self.offset[numbers[is_kind]] = offsets[places[is_kind]]
+
+
+def _pair(run: pa.RecordBatch, wanted: WantedRequests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pair stored completions with requests: places, numbers, and which of the pairs serve."""
+    keys = key_halves(bytes.fromhex("".join(run.column("request_key").to_pylist())))
+    places, numbers = wanted.with_keys(keys)
+    stored = run.select(["status", "completion_tokens", "max_new_tokens"]).take(places)
+    limits = wanted.limits[numbers].tolist()
+    answers = zip(*(column.to_pylist() for column in stored.columns), limits, strict=True)
+    return places, numbers, np.array([serves(*answer) for answer in answers], bool)
+
+
+def keep_unwanted(writer: PartitionWriter, wanted: WantedRequests) -> list[Part]:
+    """Write the stored answers that serve none of the requests into a part, if there are any."""
+    with writer.new_part(COMPLETIONS_SCHEMA) as kept:
+        for part in writer.manifest.stored:
+            for batch in writer.partition.read_part(part, batch_size=READ_ROWS):
+                statuses = batch.column("status").to_pylist()
+                answers = batch.filter(pa.array([status in ANSWERS for status in statuses]))
+                places, _, serving = _pair(answers, wanted)
+                is_wanted = np.zeros(answers.num_rows, bool)
+                is_wanted[places[serving]] = True
+                kept.write(answers.filter(pa.array(~is_wanted)))
+    if kept.part.rows:
+        return [kept.part]
+    writer.discard([kept.part])
+    return []
 
 
 def reasons(
@@ -231,7 +253,7 @@ def copy_from_others(
         try:
             other = store.partition(COMPLETIONS, key)
             manifest = other.manifest()
-            for part in manifest.parts if manifest else []:
+            for part in manifest.stored if manifest else []:
                 answers = StoredAnswers(wanted)
                 answers.look_into(other, [part])
                 found = missing & (answers.found & ANSWERED != 0)
