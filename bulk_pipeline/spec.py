@@ -337,7 +337,7 @@ class GeneratorSettings(BaseModel):
         "the model was made for.",
     )
     max_chunk_size: int = Field(
-        2048,
+        8192,
         ge=PAGE_TOKENS,
         multiple_of=PAGE_TOKENS,
         description=f"Most prompt tokens in one forward pass, a multiple of {PAGE_TOKENS}.",
