@@ -10,10 +10,12 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 REQUEST_KEY_VERSION = 1
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy: logits divided by it would overflow float32
 MASK_64 = (1 << 64) - 1
+MAX_LOGPROBS = 20  # alternatives a token, as vLLM's default limit
 
 
 class Status(StrEnum):
@@ -30,6 +32,53 @@ class Status(StrEnum):
 
 READY = "ready"  # a prompt that can run; its completion gets a Status
 NOT_RUN = frozenset({Status.TOO_LONG, Status.EMPTY, Status.INVALID})
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A grammar that the text of the answer follows.
+
+    Attributes
+    ----------
+    kind
+        What `value` is.
+    value
+        The JSON text of a schema, a regular expression, a JSON list of strings of which the answer
+        is one, or a grammar in Lark's or GBNF's notation.
+    """
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    value: str
+
+    @property
+    def canonical(self) -> list[str]:
+        """Equal for equal grammars: without the white space of JSON, and the order of choices."""
+        if self.kind not in ("json_schema", "choice"):
+            return [self.kind, self.value]
+        try:
+            value = json.loads(self.value)
+        except ValueError:  # an answer of its own: the request is invalid
+            return [self.kind, self.value]
+        if self.kind == "choice" and isinstance(value, list):
+            value = sorted({str(text) for text in value})
+        # the order of a schema's properties is that of the answer's
+        return [self.kind, json.dumps(value, separators=(",", ":"))]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopGuard:
+    """Ends an answer as `Status.LOOP` when it repeats itself.
+
+    Attributes
+    ----------
+    ngram
+        Length in tokens of what is repeated.
+    repeats
+        How many times in a row the last `ngram` tokens stand at the end, the last included.
+    """
+
+    ngram: int
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +116,14 @@ class SamplingParams:
         Strings that end the completion; they are not part of its text.
     stop_token_ids
         Token ids that end the completion.
+    logprobs
+        Return the log-probability of each generated token, and those of this many best tokens at
+        its place, at most `MAX_LOGPROBS`; None is off. They are the model's own, before biases,
+        penalties, grammar, temperature and filters (vLLM's ``raw_logprobs``).
+    structured
+        The grammar that the answer follows; None is off.
+    loop_guard
+        When to end an answer that repeats itself; None is off.
     """
 
     temperature: float = 1.0
@@ -83,6 +140,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    structured: StructuredOutput | None = None
+    loop_guard: LoopGuard | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -104,11 +164,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to complete: its token ids (not empty) and how to sample."""
+    """One prompt to complete: its token ids (not empty) and how to sample.
+
+    With `prompt_logprobs` the prompt is scored: the completion says how probable each of its
+    tokens is after those before it. `max_new_tokens` may be 0 then, and nothing is generated.
+    """
 
     request_id: Hashable
     input_ids: Sequence[int]
     sampling: SamplingParams
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +192,13 @@ class Completion:
         Whether bytes of an unfinished character were removed from the end of `text`.
     cached_tokens
         Prompt tokens whose keys and values were reused from the cache.
+    logprobs
+        The natural logarithm of the probability of each of `token_ids`, where asked for.
+    top_logprobs
+        For each of `token_ids` the best tokens at its place, (id, log-probability), best first;
+        empty tuples where `SamplingParams.logprobs` is 0.
+    prompt_logprobs
+        The log-probability of each prompt token but the first, which has nothing before it.
     """
 
     request_id: Hashable
@@ -141,6 +213,14 @@ class Completion:
     prefill_seconds: float = 0.0
     generate_seconds: float = 0.0
     error: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of `logprobs`: the log-probability of the whole answer."""
+        return None if self.logprobs is None else math.fsum(self.logprobs)
 
 
 def request_seed(run_seed: int, row_id: str, sample_index: int) -> int:
@@ -152,7 +232,9 @@ def request_seed(run_seed: int, row_id: str, sample_index: int) -> int:
 class KeyHasher:
     """Computes `request_key` of many requests whose sampling differs at most in the seed."""
 
-    def __init__(self, sampling: SamplingParams, model_fingerprint: str):
+    def __init__(
+        self, sampling: SamplingParams, model_fingerprint: str, *, prompt_logprobs: bool = False
+    ):
         effective: dict[str, object] = {
             "version": REQUEST_KEY_VERSION,
             "model": model_fingerprint,
@@ -168,7 +250,9 @@ class KeyHasher:
                 "min_p": float(sampling.min_p),
                 "seed": 0,
             }
-        effective |= _edits(sampling)
+        effective |= _edits(sampling) | _extras(sampling)
+        if prompt_logprobs:
+            effective["prompt_logprobs"] = True
         # Quotes inside values are escaped, so that the seed's place is found once or never.
         start, self._has_seed, self._end = json.dumps(effective, sort_keys=True).partition(
             '"seed": 0'
@@ -196,7 +280,25 @@ def _edits(sampling: SamplingParams) -> dict[str, object]:
     return edits
 
 
-def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_fingerprint: str) -> str:
+def _extras(sampling: SamplingParams) -> dict[str, object]:
+    """What else the answer holds or obeys, without what is off."""
+    extras: dict[str, object] = {}
+    if sampling.logprobs is not None:
+        extras["logprobs"] = sampling.logprobs
+    if sampling.structured is not None:
+        extras["structured"] = sampling.structured.canonical
+    if sampling.loop_guard is not None:
+        extras["loop_guard"] = [sampling.loop_guard.ngram, sampling.loop_guard.repeats]
+    return extras
+
+
+def request_key(
+    input_ids: Sequence[int],
+    sampling: SamplingParams,
+    model_fingerprint: str,
+    *,
+    prompt_logprobs: bool = False,
+) -> str:
     """A versioned hash of what decides the answer: 32 hex digits.
 
     ``max_new_tokens`` is not part of it, so that an answer that stopped by itself serves a
@@ -204,7 +306,8 @@ def request_key(input_ids: Sequence[int], sampling: SamplingParams, model_finger
     request has no seed and no top_p, and a top_p of 1 equals none.
     """
     ids = b"".join(int(i).to_bytes(4, "little") for i in input_ids)
-    return KeyHasher(sampling, model_fingerprint).digest(ids, sampling.seed).hex()
+    hasher = KeyHasher(sampling, model_fingerprint, prompt_logprobs=prompt_logprobs)
+    return hasher.digest(ids, sampling.seed).hex()
 
 
 def serves(status: str, completion_tokens: int, stored_limit: int, limit: int) -> bool:

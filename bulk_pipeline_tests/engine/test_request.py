@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import (
     GREEDY_BELOW,
+    Completion,
     KeyHasher,
+    LoopGuard,
     Request,
     SamplingParams,
     Status,
+    StructuredOutput,
     request_key,
     request_seed,
     serves,
@@ -49,6 +52,9 @@ class TestKey:
             {"presence_penalty": 0.1},
             {"logit_bias": ((1, 0.5),)},
             {"banned_token_ids": (1,)},
+            {"logprobs": 0},
+            {"structured": StructuredOutput("regex", "a+")},
+            {"loop_guard": LoopGuard(3, 4)},
         ],
         ids=str,
     )
@@ -103,6 +109,37 @@ class TestKey:
     def test_penalties_and_biases_count_where_greedy(self, name):
         value = {"logit_bias": ((1, 1.0),)}.get(name, 1.5)
         assert key(params=GREEDY, **{name: value}) != key(params=GREEDY)
+
+    @pytest.mark.parametrize(
+        ("kind", "value", "same", "other"),
+        [
+            ("regex", "a+", "a+", "a +"),
+            ("grammar", "start: /a/", "start: /a/", "start:  /a/"),
+            ("json_schema", '{"a": 1, "b": 2}', '{"a":1,"b":2}', '{"b":2,"a":1}'),
+            ("json_schema", "not JSON", "not JSON", "not  JSON"),
+            ("choice", '["a", "b"]', '["b","a","b"]', '["a"]'),
+        ],
+    )
+    def test_grammars_count_by_what_they_do(self, kind, value, same, other):
+        keys = [key(structured=StructuredOutput(kind, text)) for text in (value, same, other)]
+        assert keys[0] == keys[1] != keys[2]
+
+    def test_the_kind_of_a_grammar_counts(self):
+        kinds = ("json_schema", "regex", "choice", "grammar")
+        assert len({key(structured=StructuredOutput(kind, '["a"]')) for kind in kinds}) == 4
+
+    def test_every_extra_counts_by_its_value(self):
+        extras = [
+            {"logprobs": 0},
+            {"logprobs": 1},
+            {"loop_guard": LoopGuard(3, 4)},
+            {"loop_guard": LoopGuard(4, 3)},
+        ]
+        assert len({key(params=GREEDY, **extra) for extra in extras}) == len(extras)
+
+    def test_scoring_the_prompt_counts(self):
+        scored = request_key(IDS, SAMPLED, "model", prompt_logprobs=True)
+        assert scored != key() == request_key(IDS, SAMPLED, "model", prompt_logprobs=False)
 
     def test_numbers_of_equal_value_are_equal(self):
         assert key(temperature=1) == key(temperature=1.0)
@@ -167,3 +204,8 @@ def test_a_request_cannot_be_changed():
     request = Request("r", IDS, GREEDY)
     with pytest.raises(FrozenInstanceError):
         request.sampling.max_new_tokens = 3
+
+
+def test_the_cumulative_logprob_is_the_sum():
+    assert Completion("r", Status.STOP).cumulative_logprob is None
+    assert Completion("r", Status.STOP, logprobs=(-0.5, -1.25)).cumulative_logprob == -1.75
