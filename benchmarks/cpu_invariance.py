@@ -1,4 +1,4 @@
-"""How many answers change with the batch on a CPU, in float32?
+"""How many answers change with the batch on a CPU, in float32.
 
     python benchmarks/cpu_invariance.py [MODEL_FOLDER]
 
