@@ -393,6 +393,29 @@ class TestFit:
         report = examine(make_settings(toy, max_batch_size=3), machine=make_machine())
         assert report.cache_tokens == 3 * 2048
 
+    @pytest.mark.parametrize(
+        ("changes", "total", "held"),
+        [
+            ({}, 140 * GIB, "float16"),
+            ({"weights": "quantized"}, 140 * GIB, "quantized"),
+            ({"cache_type": "q8"}, 140 * GIB, "quantized"),
+            ({}, 500_000, "quantized"),
+            ({"weights": "float16"}, 500_000, "float16"),
+        ],
+        ids=["large GPU", "as asked", "quantised cache", "small GPU", "asked for on a small GPU"],
+    )
+    def test_quantised_weights_are_dequantised_where_memory_allows(
+        self, visible_gpu, toy, tmp_path, changes, total, held
+    ):
+        folder = shutil.copytree(toy, tmp_path / "gptq")
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (folder / "config.json").write_text(json.dumps(config))
+        gpu = Gpu("G", 100 * GIB, total, (9, 0))
+        report = examine(make_settings(folder, **changes), machine=make_machine(gpus=[gpu]))
+        assert report.weights_held == held
+        assert f"weights held {held}, batches of up to {report.batch_size}" in str(report)
+
     def test_memory_of_all_gpus_counts(self, visible_gpu, toy):
         one = examine(make_settings(toy), machine=make_machine()).fits[0]
         two = examine(make_settings(toy), machine=make_machine(gpus=[GPU, GPU])).fits[0]

@@ -43,6 +43,7 @@ from bulk_pipeline.engine.folders import (
 )
 from bulk_pipeline.engine.forward import ChunkForward
 from bulk_pipeline.engine.memory import (
+    DENSE_SHARE,
     GIB,
     cache_margin,
     is_out_of_memory,
@@ -57,7 +58,6 @@ CACHES = {
     "q4": ExLlamaV2Cache_Q4,
 }
 PROGRESS_SECONDS = 5.0
-DENSE_SHARE = 1 / 3  # of a GPU's memory, for weights that are dequantised without being asked to
 
 logger = logging.getLogger(__name__)
 

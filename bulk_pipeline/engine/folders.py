@@ -26,6 +26,14 @@ OWN_ATTENTION = "bulk_pipeline"  # in place of flash-attn
 # Vision models whose positions have three parts.
 MROPE_ARCHITECTURES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 
+# Architectures that the project's own forward pass over float16 weights surely runs.
+DENSE_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
 HALF_BYTES = 2  # of a float16, in which a GPU holds whatever is not quantised
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Bytes that exllamav2 stores for an element of a key and of a value, without scales.
@@ -42,8 +50,7 @@ class Weights:
     num_bytes
         Of all tensors, as stored.
     gpu_bytes
-        What exllamav2 puts on the GPUs: float16, and the token embedding only where it is the
-        output layer too.
+        What stands on the GPUs where the weights are held as they are stored; floats as float16.
     num_parameters
         Of the model; of quantised matrices, the elements before quantisation.
     """
@@ -263,15 +270,13 @@ def read_weights(folder: Path) -> Weights:
     tensors: dict[str, Any] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         tensors |= _read_header(shard)
-    is_tied = not any(name.split(".")[-2:-1] == ["lm_head"] for name in tensors)
     num_bytes = gpu_bytes = num_parameters = 0
     for name, tensor in tensors.items():
         stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
         elements = math.prod(tensor["shape"])
         num_bytes += stored
         num_parameters += _num_parameters(name, tensors)
-        if is_tied or not name.endswith("embed_tokens.weight"):
-            gpu_bytes += elements * HALF_BYTES if tensor["dtype"] in FLOATS else stored
+        gpu_bytes += elements * HALF_BYTES if tensor["dtype"] in FLOATS else stored
     return Weights(num_bytes, gpu_bytes, num_parameters)
 
 

@@ -8,6 +8,7 @@ BYTES_PER_LOGIT = 16  # the logits of a batch, and a float32 copy where penaltie
 BATCH_SHARE = 0.04  # of a GPU's memory, for the logits of an automatic batch
 AUTO_BATCH_SIZES = (16, 1024)  # the least and the most
 BATCH_STEP = 64
+DENSE_SHARE = 1 / 3  # of a GPU's memory, for weights that are dequantised without being asked to
 SIGNS = ("out of memory", "Insufficient VRAM", "Insufficient space")  # exllamav2's own errors too
 
 

@@ -3,9 +3,21 @@
 import torch
 
 from bulk_pipeline.engine.doctor.report import Fit, Report
-from bulk_pipeline.engine.folders import CACHE_BYTES, CacheShape, Weights
-from bulk_pipeline.engine.loading import AUTO_MEMORY_SHARE, cpu_cache_tokens, gpu_batch_size
-from bulk_pipeline.engine.memory import GIB, cache_margin
+from bulk_pipeline.engine.folders import (
+    CACHE_BYTES,
+    DENSE_ARCHITECTURES,
+    HALF_BYTES,
+    QUANTIZATIONS,
+    CacheShape,
+    Weights,
+)
+from bulk_pipeline.engine.loading import (
+    AUTO_MEMORY_SHARE,
+    cpu_batch_size,
+    cpu_cache_tokens,
+    gpu_batch_size,
+)
+from bulk_pipeline.engine.memory import DENSE_SHARE, GIB, cache_margin
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
 EXAMPLE_LENGTHS = (512, 2048, 8192)  # tokens of a prompt and its completion, for rows at once
@@ -34,7 +46,7 @@ def _fit_on_gpus(
     assert report.model is not None
     gpus = report.machine.gpus
     free = sum(gpu.free for gpu in gpus)
-    weights = sum(part.gpu_bytes for part, _ in sizes)
+    report.weights_held, weights = _held_weights(report, settings, [part for part, _ in sizes])
     if weights >= free:
         report.note(
             f"generator.model: the weights take {weights / GIB:.2f} GiB, and {free / GIB:.2f} GiB "
@@ -44,6 +56,7 @@ def _fit_on_gpus(
         return
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
     batch_size = gpu_batch_size(settings, report.model.vocab_size, gpus[0].total)
+    report.batch_size = batch_size
     rows = batch_size * (num_draft + 1)
     margin = sum(cache_margin(gpu.total, rows, report.model.vocab_size) for gpu in gpus)
     beside = free - weights
@@ -57,6 +70,26 @@ def _fit_on_gpus(
         if settings.cache_tokens is not None:
             report.cache_tokens = settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
         _check_cache(report, report.cache_tokens, a_token, beside, max_seq_len)
+
+
+def _held_weights(
+    report: Report, settings: GeneratorSettings, parts: list[Weights]
+) -> tuple[str, int]:
+    """Say how the weights are held on the GPU, and what they take."""
+    assert report.model is not None
+    gpus = report.machine.gpus
+    is_quantized = report.model.quantization in QUANTIZATIONS
+    as_stored = sum(part.gpu_bytes for part in parts)
+    dense = sum(part.num_parameters for part in parts) * HALF_BYTES
+    fits = settings.weights == "float16" or dense <= gpus[0].total * DENSE_SHARE
+    can = (
+        len(gpus) == len(parts) == 1
+        and settings.cache_type == "fp16"
+        and report.model.architecture in DENSE_ARCHITECTURES
+    )
+    if is_quantized and settings.weights != "quantized" and can and fits:
+        return "float16", dense
+    return ("quantized" if is_quantized else "float16"), as_stored
 
 
 def _fit_on_cpu(
@@ -78,6 +111,7 @@ def _fit_on_cpu(
         return
     a_token = sum(shape.bytes_per_token(element) for _, shape in sizes)
     share = int(beside * AUTO_MEMORY_SHARE)
+    report.batch_size = cpu_batch_size(settings)
     report.fits.append(_fit(settings.dtype, a_token, share, max_seq_len))
     report.cache_tokens = report.tried(cpu_cache_tokens, settings, max_seq_len, a_token, beside)
     if report.cache_tokens is not None:

@@ -94,7 +94,9 @@ class Report:
     ----------
     attention
         ``flash-attn``, ``bulk_pipeline`` (the project's own) or ``torch``.
-    cache_tokens
+    weights_held
+        ``float16`` or ``quantized``, on a GPU.
+    batch_size, cache_tokens
         What a run with these settings would have.
     """
 
@@ -103,6 +105,8 @@ class Report:
     attention: str
     model: Model | None = None
     fits: list[Fit] = field(default_factory=list)
+    weights_held: str | None = None
+    batch_size: int | None = None
     cache_tokens: int | None = None
     disk: Disk | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -195,7 +199,10 @@ def _fit_lines(report: Report) -> Iterator[str]:
         rows = "".join(f"{fit.rows[n]:>16,}" for n in lengths)
         yield f"  {fit.cache_type:<10}{fit.bytes_per_token:>14,}{fit.tokens:>12,}{rows}"
     if report.cache_tokens is not None:
-        yield _line("with these settings:", f"a cache of {report.cache_tokens:,} tokens")
+        held = f"weights held {report.weights_held}, " if report.weights_held else ""
+        batch = f"batches of up to {report.batch_size}, " if report.batch_size else ""
+        cache = f"a cache of {report.cache_tokens:,} tokens"
+        yield _line("with these settings:", held + batch + cache)
 
 
 def _disk_lines(report: Report) -> Iterator[str]:
