@@ -1,15 +1,15 @@
 """The output table as one file: finished partitions, one after another, a batch at a time."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bulk_pipeline.stages.exporters import EXPORTERS, Exporter
+from bulk_pipeline.stages.exporters import EXPORTERS, Exporter, Write
 from bulk_pipeline.store import OUTPUT, ROW_GROUP_BYTES, ROW_GROUP_ROWS, Store
 
 PARTITION = "partition"  # the column that says where a row is from, as in `scan_table`
@@ -39,11 +39,13 @@ def export_output(store: Store, keys: Sequence[str], format_: str, file: IO[byte
     writer = _parquet(schema) if format_ == "parquet" else EXPORTERS[format_]
     with writer(file) as write:
         for key in keys:
-            for batch in store.partition(OUTPUT, key).read(batch_size=READ_ROWS):
-                write(_conform(batch, schema, key))
+            partition = store.partition(OUTPUT, key)
+            meta = partition.complete_manifest().meta
+            for batch in partition.read(batch_size=READ_ROWS):
+                write(_conform(batch, schema, key), meta)
                 rows += batch.num_rows
         if not rows and format_ == "csv":
-            write(schema.empty_table())  # the header
+            write(schema.empty_table(), {})  # the header
     return rows
 
 
@@ -94,7 +96,7 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema, key: str) -> pa.Table:
 
 def _parquet(schema: pa.Schema) -> Exporter:
     @contextmanager
-    def writer(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+    def writer(file: IO[bytes]) -> Iterator[Write]:
         with pq.ParquetWriter(file, schema, compression="zstd") as parquet:
             pending: list[pa.Table] = []
 
@@ -103,7 +105,7 @@ def _parquet(schema: pa.Schema) -> Exporter:
                     parquet.write_table(pa.concat_tables(pending))
                     pending.clear()
 
-            def write(table: pa.Table) -> None:
+            def write(table: pa.Table, meta: Mapping[str, Any]) -> None:
                 pending.append(table)
                 rows = sum(each.num_rows for each in pending)
                 if rows >= ROW_GROUP_ROWS or sum(t.nbytes for t in pending) >= ROW_GROUP_BYTES:

@@ -44,7 +44,8 @@ class _Source(_Model):
     id_column: str | None = Field(
         None,
         description="Column that identifies a row, unique within a partition. "
-        "Off (null): the row id is a hash of `id_columns`.",
+        "Off (null): the row id is a hash of `id_columns`; in files of the format openai_batch it "
+        "is their custom_id.",
     )
     id_columns: list[str] | None = Field(
         None,
@@ -71,14 +72,26 @@ class FilesSource(_Source):
         description="File, folder or glob, or a list of them; local, or an fsspec URL such as "
         "s3://bucket/*.jsonl. Relative paths start at the project's folder."
     )
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text"] = Field(
-        "auto",
-        description="File format; auto takes it from the file's name, a .gz or .zst ending apart. "
-        "A text file has one prompt a line, in the column `text`. Values of CSV and TSV stay text.",
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text", "openai_batch"] = (
+        Field(
+            "auto",
+            description="File format; auto takes it from the file's name, a .gz or .zst ending "
+            "apart, and knows a JSONL file whose first line is a request of OpenAI's batch API. A "
+            "text file has one prompt a line, in the column `text`. Values of CSV and TSV stay "
+            "text.",
+        )
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options for fsspec's file system. Default: none."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _batch_files_have_ids(cls, data: Any) -> Any:
+        is_batch = isinstance(data, dict) and data.get("format") == "openai_batch"
+        if is_batch and data.get("id_column") is None and data.get("id_columns") is None:
+            return {**data, "id_column": "custom_id"}
+        return data
 
 
 class HuggingFaceSource(_Source):
@@ -385,9 +398,10 @@ class OutputSpec(_Model):
     storage_options: dict[str, Any] = Field(
         default_factory=dict, description="Options for fsspec's file system. Default: none."
     )
-    formats: list[Literal["jsonl", "json", "csv"]] = Field(
+    formats: list[Literal["jsonl", "json", "csv", "openai_batch"]] = Field(
         default_factory=list,
-        description="Further formats of the output table, beside Parquet. Default: none.",
+        description="Further formats of the output table, beside Parquet; openai_batch are results "
+        "as those of OpenAI's batch API. Default: none.",
     )
     flush_rows: int = Field(
         1000, ge=1, description="Write finished completions at the latest after this many rows."

@@ -127,7 +127,11 @@ def test_a_file_that_is_there_stays_unless_forced(project):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--out", "x.xlsx", "data"], 2, "--to must be one of jsonl, json, csv, parquet"),
+        (
+            ["--out", "x.xlsx", "data"],
+            2,
+            "--to must be one of jsonl, json, csv, openai_batch, parquet",
+        ),
         (["--out", "x.csv", "other"], 2, "no dataset other"),
         (["--out", "x.csv", "--partition", "z", "data"], 2, "data has no z; there are a, b, c"),
         (["--out", "x.csv", "--partition", "c", "data"], 1, "partition c of output is unfinished"),

@@ -1,15 +1,19 @@
 """The output table in other formats: an open file in, a function that writes a table to it out."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
 
 import orjson
 import pyarrow as pa
 
-# Opens the format over a binary file; what it gives takes tables.
-Exporter = Callable[[IO[bytes]], AbstractContextManager[Callable[[pa.Table], None]]]
+from bulk_pipeline.stages.formats.openai_batch_results import export_openai_batch
+
+# Takes rows of the output table, with what the manifest of their partition says of them.
+Write = Callable[[pa.Table, Mapping[str, Any]], None]
+# Opens the format over a binary file.
+Exporter = Callable[[IO[bytes]], AbstractContextManager[Write]]
 
 
 def _to_json(row: dict[str, Any]) -> bytes:
@@ -17,15 +21,15 @@ def _to_json(row: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _export_jsonl(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
-    yield lambda table: file.writelines(_to_json(row) + b"\n" for row in table.to_pylist())
+def _export_jsonl(file: IO[bytes]) -> Iterator[Write]:
+    yield lambda table, meta: file.writelines(_to_json(row) + b"\n" for row in table.to_pylist())
 
 
 @contextmanager
-def _export_json(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+def _export_json(file: IO[bytes]) -> Iterator[Write]:
     separator = b"["
 
-    def write(table: pa.Table) -> None:
+    def write(table: pa.Table, meta: Mapping[str, Any]) -> None:
         nonlocal separator
         for row in table.to_pylist():
             file.write(separator + b"\n" + _to_json(row))
@@ -36,11 +40,11 @@ def _export_json(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
 
 
 @contextmanager
-def _export_csv(file: IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+def _export_csv(file: IO[bytes]) -> Iterator[Write]:
     """Text as it is; lists and structs as JSON text; null as an empty field."""
     has_header = False
 
-    def write(table: pa.Table) -> None:
+    def write(table: pa.Table, meta: Mapping[str, Any]) -> None:
         nonlocal has_header
         text = _Utf8(file)
         rows = csv.writer(text)
@@ -72,4 +76,10 @@ EXPORTERS: dict[str, Exporter] = {
     "jsonl": _export_jsonl,
     "json": _export_json,
     "csv": _export_csv,
+    "openai_batch": export_openai_batch,
 }
+
+
+def file_name(format_: str) -> str:
+    """The file of a format beside a partition's output."""
+    return f"output.{'openai_batch.jsonl' if format_ == 'openai_batch' else format_}"

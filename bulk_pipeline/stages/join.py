@@ -1,6 +1,6 @@
 """raw_dataset + completions → output: every request beside its row, in the source's order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.spec import BulkInferenceSpec
-from bulk_pipeline.stages.exporters import EXPORTERS
+from bulk_pipeline.stages.exporters import EXPORTERS, Write, file_name
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -29,7 +29,7 @@ PREVIEW_ROWS = 5
 def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageReport:
     """Join a partition's rows with their completions; a streaming merge on ``row_index``.
 
-    Writes the Parquet table, and ``output.<format>`` beside it for each of `output.formats`.
+    Writes the Parquet table, and a file beside it for each of `output.formats`.
 
     Raises
     ------
@@ -48,11 +48,12 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
     with output.writer() as writer:
         with ExitStack() as stack:
             part = stack.enter_context(writer.new_part(schema))
-            sinks = [part.write, *(stack.enter_context(_export(output, f)) for f in formats)]
+            exports = [stack.enter_context(_export(output, name)) for name in sorted(formats)]
             for table in _joined(raw, completions, schema):
                 tokens += pc.sum(table["completion_tokens"]).as_py()
-                for sink in sinks:
-                    sink(table)
+                part.write(table)
+                for write in exports:
+                    write(table, completions_manifest.meta)
         _check_conserved(key, part.part.rows, completions_manifest.num_rows)
         writer.commit(
             [part.part],
@@ -67,7 +68,7 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
             meta=completions_manifest.meta,
         )
         for name in EXPORTERS.keys() - formats:
-            output.delete(f"output.{name}")
+            output.delete(file_name(name))
     return StageReport(
         partition=key,
         rows=part.part.rows,
@@ -75,7 +76,7 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
         metadata={
             "input_rows": raw_manifest.num_rows,
             "completion_tokens": tokens,
-            **{f"path_{name}": f"{output.path}/output.{name}" for name in sorted(formats)},
+            **{f"path_{name}": f"{output.path}/{file_name(name)}" for name in sorted(formats)},
             **{
                 f"status_{status}": count
                 for status, count in completions_manifest.meta["status_counts"].items()
@@ -132,8 +133,8 @@ def _check_conserved(key: str, rows: int, expected: int) -> None:
 
 
 @contextmanager
-def _export(output: Partition, name: str) -> Iterator[Callable[[pa.Table], None]]:
-    """Open ``output.<name>``; it appears, whole, when the block ends without error."""
-    path = f"{output.path}/output.{name}"
+def _export(output: Partition, name: str) -> Iterator[Write]:
+    """Open the format's file; it appears, whole, when the block ends without error."""
+    path = f"{output.path}/{file_name(name)}"
     with output.store.open_atomic(path) as file, EXPORTERS[name](file) as write:
         yield write

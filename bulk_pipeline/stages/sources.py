@@ -19,6 +19,7 @@ import pyarrow as pa
 from bulk_pipeline.spec import FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.formats.batch import BATCH_ROWS, Batch
 from bulk_pipeline.stages.formats.json import json_lines, read_json, read_jsonl
+from bulk_pipeline.stages.formats.openai_batch import find_batch, read_openai_batch
 from bulk_pipeline.stages.formats.parquet import arrow_batch, parquet_file, read_parquet
 from bulk_pipeline.stages.formats.text import read_delimited, read_text, text_lines
 
@@ -34,9 +35,10 @@ FORMATS = {
     ".txt": "text",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_LINES = {"jsonl": json_lines, "text": text_lines}
+_LINES = {"jsonl": json_lines, "text": text_lines, "openai_batch": json_lines}
 _READERS = {
     "jsonl": read_jsonl,
+    "openai_batch": read_openai_batch,
     "json": read_json,
     "csv": read_delimited(","),
     "tsv": read_delimited("\t"),
@@ -131,7 +133,7 @@ class FilesReader:
             with parquet_file(fs, file.path) as parquet:
                 return parquet.metadata.num_rows
         with _open_lines(fs, file.path) as (stream, _):
-            if format_ in ("jsonl", "text"):
+            if format_ in _LINES:
                 return sum(1 for _ in _LINES[format_](stream))
             return sum(len(batch) for batch in _READERS[format_](stream, file.path, 0, None))
 
@@ -144,7 +146,11 @@ class FilesReader:
             size = fs.size(file.path)
         else:
             with _open_lines(fs, file.path) as (stream, raw):
-                yield from _READERS[format_](stream, file.path, file.start, stop)
+                lines: Any = stream
+                if self.source.format == "auto" and format_ == "jsonl":
+                    is_batch, lines = find_batch(stream)
+                    format_ = "openai_batch" if is_batch else format_
+                yield from _READERS[format_](lines, file.path, file.start, stop)
                 size = fs.size(file.path)
                 digest = raw.hash.hexdigest() if raw.size == size else None
         self.inputs["files"].append(
