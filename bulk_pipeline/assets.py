@@ -29,11 +29,21 @@ SPEC = "bulk_pipeline/spec"  # metadata of the completions asset: the dataset's 
 ALL = "all"  # the only key of a dataset that is not cut
 
 
+# What Dagster's configuration has no type for; `change_sampling` checks the values.
+_CONFIG_TYPES = {
+    "banned_token_ids": list[int],
+    "logit_bias": Any,
+    "structured_output": Any,
+    "loop_guard": Any,
+    "from_columns": Any,
+}
+
+
 def _sampling_config() -> type[dg.Config]:
     """The settings of `SamplingSpec`, none of which has to be given; Dagster checks their types."""
     fields: dict[str, Any] = {}
     for name, field in SamplingSpec.model_fields.items():
-        plain: Any = {"banned_token_ids": list[int], "logit_bias": Any}.get(name, field.annotation)
+        plain: Any = _CONFIG_TYPES.get(name, field.annotation)
         fields[name] = (plain | None, Field(None, description=field.description))
     return create_model("SamplingConfig", __base__=dg.Config, **fields)
 

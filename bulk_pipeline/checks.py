@@ -161,13 +161,13 @@ def _error_rate(spec: BulkInferenceSpec, store: Store, key: str) -> Finding | No
 
 
 def _length_rate(spec: BulkInferenceSpec, store: Store, key: str) -> Finding | None:
-    if (counts := _status_counts(store, key)) is None:
+    if (counts := _status_counts(store, key)) is None or not spec.sampling.max_new_tokens:
         return None
     return _rate(counts.get(Status.LENGTH, 0), sum(counts.values()), MAX_LENGTH_RATE)
 
 
 def _empty_rate(spec: BulkInferenceSpec, store: Store, key: str) -> Finding | None:
-    if _complete(store, COMPLETIONS, key) is None:
+    if _complete(store, COMPLETIONS, key) is None or not spec.sampling.max_new_tokens:
         return None
     answers = scan_partition(store.partition(COMPLETIONS, key)).filter(
         pl.col("completion").is_not_null()
@@ -192,8 +192,10 @@ def _conservation(spec: BulkInferenceSpec, store: Store, key: str) -> Finding | 
     rows = {table: None if m is None else m.num_rows for table, m in manifests.items()}
     prompts = manifests[PROMPTS]
     wanted = None if prompts is None else prompts.meta.get("num_requests")
-    is_kept = rows[RAW_DATASET] == rows[PROMPTS] and wanted == rows[COMPLETIONS] == rows[OUTPUT]
-    return Finding(None if is_kept and wanted is not None else {**rows, "requests": wanted})
+    kept = None if prompts is None else prompts.meta.get("num_kept", wanted)  # best_of drops some
+    is_same = rows[RAW_DATASET] == rows[PROMPTS] and rows[COMPLETIONS] == wanted
+    is_kept = is_same and rows[OUTPUT] == kept and wanted is not None
+    return Finding(None if is_kept else {**rows, "requests": wanted})
 
 
 def _check_schema(table: str) -> Check:

@@ -408,7 +408,7 @@ def _estimate(
 ) -> Estimate:
     """Rows without prompts count as requests of the longest answer."""
     uncounted = sum(
-        (plan.rows or 0) * spec.sampling.n for plan in partitions if not plan.has_prompts
+        (plan.rows or 0) * spec.sampling.num_samples for plan in partitions if not plan.has_prompts
     )
     requests = sum(plan.to_run for plan in partitions) + uncounted
     most = sum(plan.most_new_tokens for plan in partitions)

@@ -7,40 +7,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from bulk_pipeline.sampling_spec import NOT_DONE, OTHER_NAMES, Settings
+from bulk_pipeline.sampling_spec import SamplingSpec as SamplingSpec
 
 FAMILIES = ("llama2", "llama3", "chatml", "mistral", "gemma", "phi3", "alpaca", "vicuna", "raw")
 PAGE_TOKENS = 256  # exllamav2's page size; the cache is a whole number of pages
 
 
-_TokenId = Annotated[int, Field(ge=0)]
-
-# What other programs have: exllamav2's own settings, and what vLLM, OpenAI or transformers name
-# otherwise than this one does.
-_NOT_DONE = re.compile(
-    "mirostat.*|dry_.*|xtc_.*|typical(_p)?|tfs(_z)?|top_a|skew|cfg_scale|guidance_scale|"
-    "smoothing_(factor|curve)|(min|max)_temp|temp_exponent|temperature_last|"
-    "token_repetition_(range|decay)|filters|bad_words|allowed_token_ids|(prompt_)?logprobs|"
-    "best_of|num_beams|use_beam_search|penalty_alpha|length_penalty"
-)
-_OTHER_NAMES = {
-    "token_repetition_penalty": "repetition_penalty",
-    "token_frequency_penalty": "frequency_penalty",
-    "token_presence_penalty": "presence_penalty",
-    "token_bias": "logit_bias",
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids",
-    "num_return_sequences": "n",
-}
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Source(_Model):
+class _Source(Settings):
     id_column: str | None = Field(
         None,
         description="Column that identifies a row, unique within a partition. "
@@ -50,7 +26,7 @@ class _Source(_Model):
     id_columns: list[str] | None = Field(
         None,
         description="Columns hashed into the row id where there is no `id_column`. "
-        "Default (null): the columns that the prompt reads.",
+        "Default (null): the columns that the prompt and sampling.from_columns read.",
     )
     limit: int | None = Field(
         None,
@@ -107,7 +83,7 @@ class HuggingFaceSource(_Source):
     )
 
 
-class PartitionsSpec(_Model):
+class PartitionsSpec(Settings):
     """How the dataset is cut into Dagster partitions."""
 
     by: Literal["file", "folder", "rows", "none"] = Field(
@@ -126,7 +102,7 @@ class PartitionsSpec(_Model):
     )
 
 
-class AutomationSpec(_Model):
+class AutomationSpec(Settings):
     """What runs by itself."""
 
     mode: Literal["none", "sensor", "conditions"] = Field(
@@ -158,7 +134,7 @@ class AutomationSpec(_Model):
         return self
 
 
-class PromptSpec(_Model):
+class PromptSpec(Settings):
     """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
 
     column: str | None = Field(
@@ -216,87 +192,6 @@ class PromptSpec(_Model):
             )
         if self.system is not None and self.system_column is not None:
             raise ValueError("set system or system_column, not both")
-        return self
-
-
-class SamplingSpec(_Model):
-    """How completions are sampled and when they end."""
-
-    temperature: float = Field(
-        1.0, ge=0, le=100, description="Divides the logits; 0 (greedy) or more. Neutral: 1."
-    )
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Most probable tokens up to this sum, in (0, 1]. Off: 1."
-    )
-    top_k: int = Field(0, ge=0, description="This many most probable tokens; 0 or more. Off: 0.")
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Tokens at least this share as probable as the best, in [0, 1]. Off: 0.",
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=10,
-        description="Divides the positive logits of tokens that are in the prompt or the "
-        "completion so far, multiplies the negative ones; above 0, to 10. Off: 1.",
-    )
-    frequency_penalty: float = Field(
-        0.0,
-        ge=-2,
-        le=2,
-        description="Taken off a token's logit for each time that it is in the completion so "
-        "far, in [-2, 2]. Off: 0.",
-    )
-    presence_penalty: float = Field(
-        0.0,
-        ge=-2,
-        le=2,
-        description="Taken off the logits of all tokens that are in the completion so far, in "
-        "[-2, 2]. Off: 0.",
-    )
-    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        default_factory=dict,
-        description="Token id: number added to its logit before the penalties, in [-100, 100]; "
-        "-100 all but bans the token. Off: empty.",
-    )
-    banned_token_ids: list[_TokenId] = Field(
-        default_factory=list, description="Token ids that never come. Off: empty."
-    )
-    max_new_tokens: int = Field(256, ge=1, description="Most tokens of a completion; 1 or more.")
-    min_new_tokens: int = Field(
-        0, ge=0, description="Tokens before an end token may come; 0 or more. Off: 0."
-    )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**63,
-        description="The run's seed, from 0; each sample's own seed is made of it, the row's id "
-        "and the sample's index.",
-    )
-    n: int = Field(1, ge=1, le=1000, description="Samples (completions) of each row; 1 to 1000.")
-    stop: list[str] = Field(
-        default_factory=list,
-        description="Strings that end a completion; they are not part of it. Off: empty.",
-    )
-    stop_token_ids: list[int] = Field(
-        default_factory=list,
-        description="Token ids that end a completion, besides the model's own. Off: empty.",
-    )
-    ignore_eos: bool = Field(
-        False, description="Go on past the model's own end tokens, to max_new_tokens."
-    )
-
-    @model_validator(mode="after")
-    def _limits(self) -> Self:
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must not exceed max_new_tokens ({self.max_new_tokens}), "
-                f"got {self.min_new_tokens}"
-            )
-        if "" in self.stop:
-            raise ValueError("stop must not hold an empty string; remove it")
         return self
 
 
@@ -387,7 +282,14 @@ class GeneratorSettings(BaseModel):
     )
 
 
-class OutputSpec(_Model):
+class ReasoningSpec(Settings):
+    """What surrounds a reasoning model's thoughts."""
+
+    start: str = Field("<think>", min_length=1, description="Text that begins them.")
+    end: str = Field("</think>", min_length=1, description="Text that ends them.")
+
+
+class OutputSpec(Settings):
     """Where the tables are, how often results are written, and what a partition may lose."""
 
     root: str = Field(
@@ -402,6 +304,20 @@ class OutputSpec(_Model):
         default_factory=list,
         description="Further formats of the output table, beside Parquet; openai_batch are results "
         "as those of OpenAI's batch API. Default: none.",
+    )
+    reasoning: ReasoningSpec | None = Field(
+        None,
+        description="Put what a reasoning model thinks into a column of its own, `reasoning`, so "
+        "that `completion` is the answer alone; {} or true for <think> and </think>, or other "
+        "marks such as {start: '[THINK]', end: '[/THINK]'}. Thoughts that were cut off have no "
+        "answer and the status length. Off: null.",
+    )
+    unfold: bool = Field(
+        False,
+        description="Write the top-level properties of the answers, as "
+        "sampling.structured_output.json_schema names them, into columns of their own: text, whole "
+        "numbers, numbers and booleans by their type, others as JSON text. `parsed` says whether "
+        "the answer is what the schema describes; where it is not, they are null.",
     )
     flush_rows: int = Field(
         1000, ge=1, description="Write finished completions at the latest after this many rows."
@@ -428,8 +344,13 @@ class OutputSpec(_Model):
         "tell costs. Off: null.",
     )
 
+    @field_validator("reasoning", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
-class BulkInferenceSpec(_Model):
+
+class BulkInferenceSpec(Settings):
     """One dataset: where its rows come from, what is asked, how, and where the answers go."""
 
     name: str = Field(
@@ -480,6 +401,12 @@ class BulkInferenceSpec(_Model):
                 "partitions.by must be rows or none for a Hugging Face dataset, "
                 f"got {self.partitions.by}"
             )
+        structured = self.sampling.structured_output
+        if self.output.unfold and (structured is None or structured.json_schema is None):
+            raise ValueError(
+                "output.unfold needs sampling.structured_output.json_schema, which names the "
+                "columns; set that, or remove output.unfold"
+            )
         return self
 
     def resolve_paths(self, base: Path) -> Self:
@@ -504,6 +431,11 @@ class BulkInferenceSpec(_Model):
             changes["source"] = self.source.model_copy(
                 update={"dataset": absolute(self.source.dataset)}
             )
+        structured = self.sampling.structured_output
+        if structured is not None and isinstance(structured.json_schema, str):
+            path = absolute(structured.json_schema)
+            structured = structured.model_copy(update={"json_schema": path})
+            changes["sampling"] = self.sampling.model_copy(update={"structured_output": structured})
         if self.prompt.chat_template not in ("model", *FAMILIES):
             changes["prompt"] = self.prompt.model_copy(
                 update={"chat_template": absolute(self.prompt.chat_template)}
@@ -562,8 +494,8 @@ def _problem(error: Any) -> str:
 
 def _unknown_setting(loc: tuple[str | int, ...]) -> str:
     name = str(loc[-1])
-    if loc[0] == "sampling" and name in _OTHER_NAMES:
-        return f"is called {_OTHER_NAMES[name]} here; rename it"
-    if loc[0] == "sampling" and _NOT_DONE.fullmatch(name):
+    if loc[0] == "sampling" and name in OTHER_NAMES:
+        return f"is called {OTHER_NAMES[name]} here; rename it"
+    if loc[0] == "sampling" and NOT_DONE.fullmatch(name):
         return f"is not supported; remove it (supported: {', '.join(SamplingSpec.model_fields)})"
     return "is not a setting; remove it or correct its name"

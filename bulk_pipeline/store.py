@@ -100,7 +100,14 @@ SAMPLING_TYPE = pa.struct(
         ("presence_penalty", pa.float64()),
         ("logit_bias", pa.list_(pa.struct([("token_id", pa.int64()), ("bias", pa.float64())]))),
         ("banned_token_ids", pa.list_(pa.int64())),
+        ("logprobs", pa.int64()),
+        ("prompt_logprobs", pa.bool_()),
+        ("structured", pa.struct([("kind", pa.string()), ("value", pa.string())])),
+        ("loop_guard", pa.struct([("ngram", pa.int64()), ("repeats", pa.int64())])),
     ]
+)
+TOP_LOGPROBS_TYPE = pa.list_(
+    pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))
 )
 
 PROMPTS_SCHEMA = pa.schema(
@@ -139,8 +146,17 @@ COMPLETIONS_SCHEMA = pa.schema(
         _field("queue_seconds", pa.float32(), "Seconds in the queue", stable=False),
         _field("prefill_seconds", pa.float32(), "Seconds to the first token", stable=False),
         _field("generate_seconds", pa.float32(), "Seconds from then to the last", stable=False),
+        _field("logprobs", pa.list_(pa.float32()), "Each generated token's log-probability"),
+        _field("cumulative_logprob", pa.float64(), "The sum of logprobs"),
+        _field("top_logprobs", TOP_LOGPROBS_TYPE, "The best tokens in each one's place"),
+        _field(
+            "prompt_logprobs",
+            pa.list_(pa.float32()),
+            "Each prompt token's log-probability, the first one's apart",
+        ),
     ]
 )
+FIXED_SCHEMAS = {PROMPTS: PROMPTS_SCHEMA, COMPLETIONS: COMPLETIONS_SCHEMA}
 
 # What the output table takes from a completion, behind the source's columns.
 OUTPUT_FIELDS = tuple(
@@ -159,8 +175,27 @@ OUTPUT_FIELDS = tuple(
         "error",
     )
 )
+# What it has besides where that is asked for, from the completion or made of it.
+LOGPROB_FIELDS = tuple(
+    COMPLETIONS_SCHEMA.field(name) for name in ("logprobs", "cumulative_logprob", "top_logprobs")
+)
+PROMPT_LOGPROB_FIELDS = (
+    COMPLETIONS_SCHEMA.field("prompt_logprobs"),
+    _field("perplexity", pa.float64(), "Of the prompt: e to the mean of -prompt_logprobs"),
+)
+REASONING_FIELD = _field("reasoning", pa.string(), "What the model thought before its answer")
+PARSED_FIELD = _field("parsed", pa.bool_(), "Whether the answer is what the schema describes")
 OUR_COLUMNS = frozenset(
-    field.name for field in (*ROW_FIELDS, ROW_ERROR_FIELD, *PROMPTS_SCHEMA, *COMPLETIONS_SCHEMA)
+    field.name
+    for field in (
+        *ROW_FIELDS,
+        ROW_ERROR_FIELD,
+        *PROMPTS_SCHEMA,
+        *COMPLETIONS_SCHEMA,
+        *PROMPT_LOGPROB_FIELDS,
+        REASONING_FIELD,
+        PARSED_FIELD,
+    )
 )
 
 
@@ -392,7 +427,7 @@ class Partition:
     def read_part(
         self, part: Part, columns: Sequence[str] | None = None, batch_size: int = 1024
     ) -> Iterator[pa.RecordBatch]:
-        """Yield one part's rows.
+        """Yield one part's rows; what an earlier version did not have is null.
 
         Raises
         ------
@@ -402,7 +437,8 @@ class Partition:
         self.check_part(part)
         try:
             with self._open(part) as file:
-                yield from file.iter_batches(batch_size, columns=columns)
+                for batch in file.iter_batches(batch_size, columns=columns):
+                    yield _with_later_columns(batch, FIXED_SCHEMAS.get(self.table), columns)
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
@@ -648,6 +684,22 @@ class PartitionWriter:
         if torn & {part.name for part in self.manifest.parts}:
             self.manifest.parts = [p for p in self.manifest.parts if p.name not in torn]
             self.manifest.complete = False
+
+
+def _with_later_columns(
+    batch: pa.RecordBatch, schema: pa.Schema | None, columns: Sequence[str] | None
+) -> pa.RecordBatch:
+    """The batch with nulls for those of the columns that came into the schema after it."""
+    names = [] if schema is None else schema.names if columns is None else columns
+    if schema is None or not set(names) - set(batch.schema.names):
+        return batch
+    arrays = {name: batch.column(name) for name in batch.schema.names}
+    for name in names:
+        if name not in arrays:
+            arrays[name] = pa.nulls(batch.num_rows, schema.field(name).type)
+    # the schema's own order, where whole rows are asked for
+    order = schema.names if columns is None else list(arrays)
+    return pa.RecordBatch.from_arrays([arrays[name] for name in order], names=order)
 
 
 def _row_index_bounds(file: pq.ParquetFile) -> tuple[int, int]:

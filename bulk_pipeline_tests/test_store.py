@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from bulk_pipeline import store as store_module
 from bulk_pipeline.store import (
     COMPLETIONS,
+    COMPLETIONS_SCHEMA,
     OUR_COLUMNS,
     RAW_DATASET,
     SCHEMA_VERSION,
@@ -424,8 +425,23 @@ def test_sorted_parts_are_merged(
             parts.append(part_writer.part)
         batch_size = data.draw(st.integers(1, 7))
         tables = list(partition.read_sorted(parts, batch_size))
-    merged = [tuple(row.values()) for table in tables for row in table.to_pylist()]
-    assert merged == sorted(rows_)
+    rows = [row for table in tables for row in table.select(SORTED_SCHEMA.names).to_pylist()]
+    assert [tuple(row.values()) for row in rows] == sorted(rows_)
+
+
+def test_columns_that_an_earlier_version_did_not_have_are_null(store: Store) -> None:
+    partition = store.partition(COMPLETIONS, "all")
+    earlier = pa.schema([column for column in COMPLETIONS_SCHEMA if "logprob" not in column.name])
+    row = dict.fromkeys(earlier.names) | {"row_id": "a", "row_index": 0, "completion": "yes"}
+    with partition.writer() as writer:
+        with writer.new_part(earlier) as part:
+            part.write(pa.Table.from_pylist([row], schema=earlier))
+        writer.commit([part.part], complete=True)
+    (batch,) = partition.read()
+    assert batch.schema.equals(COMPLETIONS_SCHEMA)
+    assert batch.to_pylist() == [dict.fromkeys(COMPLETIONS_SCHEMA.names) | row]
+    (batch,) = partition.read(["completion", "logprobs"])
+    assert batch.to_pylist() == [{"completion": "yes", "logprobs": None}]
 
 
 def test_merge_opens_only_parts_that_overlap(

@@ -348,7 +348,9 @@ def _generate(
             job.journal.start(request.key for request in some)
             for request in some:
                 in_flight[request.number] = request
-                yield Request(request.number, request.input_ids, request.sampling)
+                yield Request(
+                    request.number, request.input_ids, request.sampling, request.prompt_logprobs
+                )
 
     produced_by = json.dumps(generator.provenance, sort_keys=True)
     for completion in generator.run(requests(), on_step=sink.tick):
@@ -393,6 +395,10 @@ def _completion_row(
         completion.queue_seconds,
         completion.prefill_seconds,
         completion.generate_seconds,
+        completion.logprobs,
+        completion.cumulative_logprob,
+        completion.top_logprobs,
+        completion.prompt_logprobs,
     )
 
 

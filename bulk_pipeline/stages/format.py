@@ -29,6 +29,13 @@ from bulk_pipeline.spec import (
     PromptSpec,
     SamplingSpec,
 )
+from bulk_pipeline.stages.reasoning import check_reasoning
+from bulk_pipeline.stages.row_sampling import (
+    RowSampling,
+    SamplingReader,
+    sampling_inputs,
+    with_schema,
+)
 from bulk_pipeline.stages.sampling_changes import (
     CHANGES,
     changes_metadata,
@@ -103,28 +110,32 @@ def format_partition(
             log.warning("%s: sampling changed for it is lost with its manifest", prompts.label)
         stored = {} if reset_sampling else stored_changes(writer.manifest)
         changes = merge_changes(spec.sampling, stored, sampling) if sampling else stored
-        spec = with_changes(spec, changes)
-        resolved = resolve_sampling(spec.sampling, end_tokens, tokenizer.special_tokens)
+        spec = _with_schema(with_changes(spec, changes))
+        check_reasoning(spec.output.reasoning, tokenizer.special_tokens)
         limit = max_sequence_length(settings, read_config(folder), spec.sampling)
         first_formatted = writer.manifest.meta.get("first_formatted") or Date.today().isoformat()
         date = spec.prompt.date or first_formatted
-        reader = TurnReader(
-            spec.prompt,
-            _raw_columns(raw, raw_manifest),
-            tokenizer.special_pattern,
-            show_text=spec.output.preview,
+        columns, show_text = _raw_columns(raw, raw_manifest), spec.output.preview
+        reader = TurnReader(spec.prompt, columns, tokenizer.special_pattern, show_text)
+        sampling_reader = SamplingReader(
+            spec.sampling, columns, end_tokens, tokenizer.special_tokens, show_text
         )
-        formatter = Formatter(spec, tokenizer, reader, template, date, limit, resolved)
+        formatter = Formatter(spec, tokenizer, reader, sampling_reader, template, date, limit)
         formatter.check_template()
         counts = _Counts()
         with writer.new_part(PROMPTS_SCHEMA) as part_writer:
-            for batch in raw.read(_columns_read(raw, raw_manifest, reader), BATCH_ROWS):
+            names = {*reader.names.values(), *sampling_reader.names.values()}
+            for batch in raw.read(_columns_read(raw, raw_manifest, names), BATCH_ROWS):
                 part_writer.write(formatter.format_batch(batch, counts))
         if part_writer.rows != raw_manifest.num_rows:
             raise RuntimeError(
                 f"{prompts.label}: {raw_manifest.num_rows} rows in, {part_writer.rows} out"
             )
-        meta = counts.meta(spec.sampling) | {
+        meta = counts.meta() | {
+            # samples of which the best are kept are requests, but no rows of the output
+            "num_kept": counts.statuses.total() * spec.sampling.n
+            if spec.sampling.best_of
+            else counts.num_requests,
             "date": date,
             "first_formatted": first_formatted,
             "chat_template": spec.prompt.chat_template,
@@ -139,7 +150,7 @@ def format_partition(
         partition=key,
         rows=part_writer.rows,
         path=prompts.part_path(part_writer.part),
-        metadata=counts.meta(spec.sampling)
+        metadata=counts.meta()
         | {
             "max_prompt_tokens": counts.max_prompt_tokens,
             "mean_prompt_tokens": counts.prompt_tokens / max(counts.num_ready, 1),
@@ -161,7 +172,7 @@ def prompt_inputs(
         "raw_epoch": raw.epoch,
         "raw_parts": [part.name for part in raw.parts],
         "prompt": spec.prompt.model_dump(mode="json"),
-        "sampling": spec.sampling.model_dump(mode="json") | _logit_bias(spec.sampling),
+        "sampling": sampling_inputs(spec.sampling),
         "max_seq_len": settings.max_seq_len,
         "tokenizer": tokenizer_hash,
         "chat_template": _hash(chat_template),
@@ -214,34 +225,6 @@ def max_sequence_length(
     return limit
 
 
-def resolve_sampling(
-    sampling: SamplingSpec, end_tokens: dict[int, str], special_tokens: dict[str, int]
-) -> dict[str, Any]:
-    """A row's sampling values, with all ids that end its completion.
-
-    A special token given as a stop string would never match, since special tokens decode to
-    nothing: it becomes its id.
-    """
-    stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(end_tokens))
-    stop_ids |= {special_tokens[text] for text in sampling.stop if text in special_tokens}
-    stop = [text for text in sampling.stop if text not in special_tokens]
-    for text in stop:
-        if inside := next((token for token in special_tokens if token in text), None):
-            raise ValueError(
-                f"sampling.stop: {text!r} never matches, because {inside} in it is a special "
-                f"token; write {inside!r} alone"
-            )
-    values = sampling.model_dump(include={member.name for member in SAMPLING_TYPE})
-    values |= _logit_bias(sampling)
-    return values | {"stop": stop, "stop_token_ids": sorted(stop_ids)}
-
-
-def _logit_bias(sampling: SamplingSpec) -> dict[str, Any]:
-    """The setting as a list, which JSON and Parquet give back as it was."""
-    biases = sorted(sampling.logit_bias.items())
-    return {"logit_bias": [{"token_id": token, "bias": bias} for token, bias in biases]}
-
-
 def fix_date(chat_template: str, date: str) -> str:
     """`chat_template` with the given day in place of today."""
     day = Date.fromisoformat(date)
@@ -261,26 +244,33 @@ class _Counts:
     statuses: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     max_prompt_tokens: int = 0
+    max_request_tokens: int = 0
+    num_requests: int = 0
 
     @property
     def num_ready(self) -> int:
         return self.statuses[READY]
 
-    def meta(self, sampling: SamplingSpec) -> dict[str, Any]:
+    def meta(self) -> dict[str, Any]:
         """What the manifest says; `max_request_tokens` is the longest row with its answer."""
-        longest = self.max_prompt_tokens + sampling.max_new_tokens if self.num_ready else 0
         return {
             "status_counts": dict(self.statuses),
-            "num_requests": self.statuses.total() * sampling.n,
+            "num_requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
-            "max_request_tokens": longest,
+            "max_request_tokens": self.max_request_tokens,
         }
 
     def add(self, rows: Sequence["_Row"]) -> None:
         self.statuses.update(row.status for row in rows)
-        lengths = [len(row.ids) for row in rows if row.status == READY and row.ids is not None]
-        self.prompt_tokens += sum(lengths)
-        self.max_prompt_tokens = max(self.max_prompt_tokens, *lengths, 0)
+        self.num_requests += sum(row.sampling.num_samples for row in rows)
+        for row in rows:
+            if row.status == READY and row.ids is not None:
+                length = len(row.ids)
+                self.prompt_tokens += length
+                self.max_prompt_tokens = max(self.max_prompt_tokens, length)
+                self.max_request_tokens = max(
+                    self.max_request_tokens, length + row.sampling.max_new_tokens
+                )
 
 
 @dataclass(slots=True)
@@ -288,6 +278,7 @@ class _Row:
     """A row on its way; `chat` is None where it had none."""
 
     row_id: str
+    sampling: RowSampling
     chat: Chat | None = None
     prompt: str | None = None
     ids: list[int] | None = None
@@ -307,12 +298,13 @@ class Formatter:
         spec: BulkInferenceSpec,
         tokenizer: "PromptTokenizer",
         reader: TurnReader,
+        sampling_reader: SamplingReader,
         chat_template: str,
         date: str,
         limit: int,
-        sampling: dict[str, Any],
     ):
         self._prompt, self._tokenizer, self._reader = spec.prompt, tokenizer, reader
+        self._sampling_reader = sampling_reader
         self._show_text = spec.output.preview
         self._template = fix_date(chat_template, date)
         # Llama 3's templates show this variable, and a default where it is not given.
@@ -321,9 +313,7 @@ class Formatter:
             if "date_string" in chat_template
             else {}
         )
-        self._limit, self._max_new_tokens = limit, spec.sampling.max_new_tokens
-        self._num_samples = spec.sampling.n
-        self._sampling = pa.array([sampling], SAMPLING_TYPE)
+        self._limit = limit
 
     def check_template(self) -> None:
         """Raise a ValueError if the chat template cannot render the dataset's kind of prompt."""
@@ -363,7 +353,6 @@ class Formatter:
             if row.status == READY and self._is_too_long(row):
                 self._shorten(row)
         counts.add(rows)
-        num_rows = len(rows)
         columns = [
             batch.column("row_id"),
             batch.column("row_index"),
@@ -373,8 +362,8 @@ class Formatter:
             [row.status for row in rows],
             [row.error for row in rows],
             [row.truncated for row in rows],
-            self._sampling.take(pa.array([0] * num_rows, pa.int32())),
-            [self._num_samples] * num_rows,
+            _sampling_column([row.sampling for row in rows]),
+            [row.sampling.num_samples for row in rows],
         ]
         arrays = [
             column if isinstance(column, pa.Array) else pa.array(column, column_field.type)
@@ -383,12 +372,14 @@ class Formatter:
         return pa.RecordBatch.from_arrays(arrays, names=PROMPTS_SCHEMA.names)
 
     def _read(self, batch: pa.RecordBatch) -> list[_Row]:
-        rows = [_Row(row_id) for row_id in batch.column("row_id").to_pylist()]
+        default = self._sampling_reader.default
+        rows = [_Row(row_id, default) for row_id in batch.column("row_id").to_pylist()]
         for row, values in zip(rows, batch.to_pylist(), strict=True):
             if row_error := values.get(ROW_ERROR_FIELD.name):
                 row.set_aside(Status.INVALID, row_error)
                 continue
             try:
+                row.sampling = self._sampling_reader.read(values)
                 row.chat = self._reader.read(values)
             except BadRow as bad:
                 row.set_aside(bad.status, bad.reason)
@@ -455,14 +446,13 @@ class Formatter:
 
     def _is_too_long(self, row: _Row) -> bool:
         assert row.ids is not None
-        return len(row.ids) + self._max_new_tokens > self._limit
+        return len(row.ids) + row.sampling.max_new_tokens > self._limit
 
     def _shorten(self, row: _Row) -> None:
         """Do as `prompt.too_long` says with a row that does not fit."""
         assert row.ids is not None
-        reason = (
-            f"{len(row.ids)} prompt tokens and {self._max_new_tokens} new ones exceed {self._limit}"
-        )
+        new_tokens = row.sampling.max_new_tokens
+        reason = f"{len(row.ids)} prompt tokens and {new_tokens} new ones exceed {self._limit}"
         if self._prompt.too_long == "fail":
             raise ValueError(
                 f"row {row.row_id}: {reason}; shorten it, or set prompt.too_long to another value"
@@ -489,7 +479,7 @@ class Formatter:
         num_kept = len(offsets)
         num_tokens = len(row.ids)
         for _ in range(MAX_CUTS):
-            num_kept -= num_tokens + self._max_new_tokens - self._limit
+            num_kept -= num_tokens + row.sampling.max_new_tokens - self._limit
             if num_kept <= 0:
                 return False
             cut = self._with_message(row, _cut(message, offsets, num_kept, self._prompt.too_long))
@@ -513,10 +503,18 @@ class Formatter:
         guarded = self._reader.guard([*turns, {**last, "content": message}], row.chat.guard)
         last = guarded.turns[-1]
         last = {**last, "content": self._tokenizer.unmark(last["content"])}
-        changed = _Row(row.row_id, Chat([*guarded.turns[:-1], last], guarded.guard))
+        changed = _Row(row.row_id, row.sampling, Chat([*guarded.turns[:-1], last], guarded.guard))
         self._render_one(changed)
         self._encode([changed])
         return changed if changed.status == READY and changed.ids is not None else None
+
+
+def _sampling_column(samplings: Sequence[RowSampling]) -> pa.Array:
+    """The rows' values; rows with the same settings share one object."""
+    distinct = {id(sampling): sampling for sampling in samplings}
+    places = {each: place for place, each in enumerate(distinct)}
+    values = pa.array([sampling.values for sampling in distinct.values()], SAMPLING_TYPE)
+    return values.take(pa.array([places[id(each)] for each in samplings], pa.int32()))
 
 
 def _cut(message: str, offsets: Sequence[tuple[int, int]], num_kept: int, how: str) -> str:
@@ -536,12 +534,17 @@ def _raw_columns(raw: Partition, manifest: Manifest) -> RawColumns:
     )
 
 
-def _columns_read(raw: Partition, manifest: Manifest, reader: TurnReader) -> list[str] | None:
-    """The raw columns that are read."""
+def _columns_read(raw: Partition, manifest: Manifest, columns: set[str]) -> list[str] | None:
+    """The raw columns that are read, `columns` and our own."""
     if not manifest.num_rows:
         return None
-    names = {"row_id", "row_index", ROW_ERROR_FIELD.name, *reader.names.values()}
+    names = {"row_id", "row_index", ROW_ERROR_FIELD.name, *columns}
     return [name for name in raw.schema().names if name in names]
+
+
+def _with_schema(spec: BulkInferenceSpec) -> BulkInferenceSpec:
+    """The settings with a JSON schema in place of its file."""
+    return spec.model_copy(update={"sampling": with_schema(spec.sampling)})
 
 
 def _num_chars(chat: Chat) -> int:

@@ -122,7 +122,8 @@ def id_columns(spec: BulkInferenceSpec) -> list[str]:
     names = [prompt.column, prompt.messages_column, prompt.system_column]
     if prompt.template:
         names += sorted(_template_variables(prompt.template))
-    return [name for name in names if name]
+    names += sorted(spec.sampling.from_columns.values())
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def _template_variables(template: str) -> set[str]:
@@ -142,6 +143,10 @@ def _check_columns(spec: BulkInferenceSpec, rows: "SpooledRows") -> None:
         "prompt.system_column": [spec.prompt.system_column],
         "source.id_column": [spec.source.id_column],
         "source.id_columns": spec.source.id_columns or [],
+        **{
+            f"sampling.from_columns.{setting}": [name]
+            for setting, name in spec.sampling.from_columns.items()
+        },
     }
     for field, names in named.items():
         for name in names:

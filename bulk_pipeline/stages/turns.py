@@ -74,6 +74,11 @@ class RawColumns:
             )
         return column
 
+    def value(self, row: Mapping[str, Any], column: str) -> Any:
+        """The row's value in a column, by the name there; JSON text of mixed types is parsed."""
+        value = row[column]
+        return json.loads(value) if column in self.json_text and isinstance(value, str) else value
+
 
 class BadRow(Exception):
     """A row that cannot be a prompt: its status, and why."""
@@ -142,7 +147,7 @@ class TurnReader:
 
     def read(self, row: Mapping[str, Any]) -> Chat:
         """Make a row's chat; the row's keys are the raw table's column names."""
-        values = {name: self._value(row, column) for name, column in self.names.items()}
+        values = {name: self._columns.value(row, column) for name, column in self.names.items()}
         prompt = self._prompt
         if prompt.messages_column:
             turns = self._messages(values[prompt.messages_column])
@@ -159,12 +164,6 @@ class TurnReader:
             turns = [{"role": "user", "content": self._text(prompt.column, values[prompt.column])}]
         _check_not_empty(turns[-1]["content"])
         return self.guard([*self._system(values, turns), *turns])
-
-    def _value(self, row: Mapping[str, Any], column: str) -> Any:
-        value = row[column]
-        if column in self._columns.json_text and isinstance(value, str):
-            return json.loads(value)
-        return value
 
     def guard(self, turns: list[Turn], guard: str = "") -> Chat:
         """Guard the special tokens' text in turns, with `guard` if it is used in some already."""

@@ -13,7 +13,14 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bulk_pipeline.engine.request import READY, KeyHasher, SamplingParams, request_seed
+from bulk_pipeline.engine.request import (
+    READY,
+    KeyHasher,
+    LoopGuard,
+    SamplingParams,
+    StructuredOutput,
+    request_seed,
+)
 from bulk_pipeline.store import Partition
 
 BATCH_ROWS = 4096
@@ -32,6 +39,15 @@ class WantedRequest:
     input_ids: list[int]
     sampling: SamplingParams
     key: str
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a row asks for; the seed is the run's."""
+
+    params: SamplingParams
+    prompt_logprobs: bool = False
 
 
 class WantedRequests:
@@ -70,7 +86,7 @@ class WantedRequests:
     def _fill(self, prompts: "_PromptBatch") -> None:
         here = slice(prompts.first, prompts.first + len(prompts.place))
         halves = key_halves(b"".join(prompts.digests()))
-        limits = [params.max_new_tokens if params else 0 for params in prompts.params]
+        limits = [asked.params.max_new_tokens if asked else 0 for asked in prompts.asked]
         self.row_index[here] = prompts.batch.column("row_index").to_numpy()[prompts.place]
         self.sample_index[here] = prompts.sample_index
         self.limits[here] = np.array(limits, np.int32)[prompts.place]
@@ -139,34 +155,41 @@ class _Samplings:
 
     def __init__(self, model_fingerprint: str):
         self._model_fingerprint = model_fingerprint
-        self._hashers: dict[SamplingParams, KeyHasher] = {}
+        self._hashers: dict[_Asked, KeyHasher] = {}
 
-    def params(self, column: pa.StructArray, ready: np.ndarray) -> list[SamplingParams | None]:
+    def asked(self, column: pa.StructArray, ready: np.ndarray) -> list[_Asked | None]:
         """Each row's values; None where it cannot run."""
         if not len(column):
             return []
         is_same = column.equals(column.take(pa.array(np.zeros(len(column), np.int32))))
         if is_same and ready[0]:
-            params = _params(column[0].as_py())
-            return [params if is_ready else None for is_ready in ready]
+            asked = _asked(column[0].as_py())
+            return [asked if is_ready else None for is_ready in ready]
         rows = column.to_pylist()
-        return [_params(row) if ok else None for row, ok in zip(rows, ready, strict=True)]
+        return [_asked(row) if ok else None for row, ok in zip(rows, ready, strict=True)]
 
-    def hasher(self, params: SamplingParams) -> KeyHasher:
-        if params not in self._hashers:
+    def hasher(self, asked: _Asked) -> KeyHasher:
+        if asked not in self._hashers:
             if len(self._hashers) > BATCH_ROWS:  # each row has settings of its own
                 self._hashers.clear()
-            self._hashers[params] = KeyHasher(params, self._model_fingerprint)
-        return self._hashers[params]
+            self._hashers[asked] = KeyHasher(
+                asked.params, self._model_fingerprint, prompt_logprobs=asked.prompt_logprobs
+            )
+        return self._hashers[asked]
 
 
-def _params(row: dict[str, Any]) -> SamplingParams:
+def _asked(row: dict[str, Any]) -> _Asked:
     # a table of an earlier version lacks settings that came later: they are off
     values = {name: value for name, value in row.items() if value is not None}
     if "logit_bias" in values:
         values["logit_bias"] = [(entry["token_id"], entry["bias"]) for entry in row["logit_bias"]]
+    if "structured" in values:
+        values["structured"] = StructuredOutput(**values["structured"])
+    if "loop_guard" in values:
+        values["loop_guard"] = LoopGuard(**values["loop_guard"])
+    prompt_logprobs = values.pop("prompt_logprobs", False)
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return SamplingParams(**values | lists)
+    return _Asked(SamplingParams(**values | lists), prompt_logprobs)
 
 
 class _PromptBatch:
@@ -185,7 +208,7 @@ class _PromptBatch:
         self.ready = np.array(
             [status == READY for status in batch.column("status").to_pylist()], bool
         )
-        self.params = samplings.params(batch.column("sampling"), self.ready)
+        self.asked = samplings.asked(batch.column("sampling"), self.ready)
         samples = batch.column("num_samples").to_numpy()
         self.place = np.repeat(np.arange(batch.num_rows), samples)
         self.sample_index = np.arange(len(self.place)) - np.repeat(
@@ -194,13 +217,13 @@ class _PromptBatch:
         ids = batch.column("input_ids")
         self._values = ids.values.to_numpy().astype("<i4", copy=False)
         self._bounds = ids.offsets.to_pylist()
-        sampled = any(params is not None and not params.is_greedy for params in self.params)
+        sampled = any(asked is not None and not asked.params.is_greedy for asked in self.asked)
         self._row_ids: Sequence[str] = batch.column("row_id").to_pylist() if sampled else []
 
     def digests(self) -> Iterator[bytes]:
         """Each request's key; zeros where it cannot run."""
         data = memoryview(self._values).cast("B") if len(self._values) else memoryview(b"")
-        hashers = [self._samplings.hasher(params) if params else None for params in self.params]
+        hashers = [self._samplings.hasher(asked) if asked else None for asked in self.asked]
         bounds = self._bounds
         for row, sample in zip(self.place.tolist(), self.sample_index.tolist(), strict=True):
             hasher = hashers[row]
@@ -217,8 +240,9 @@ class _PromptBatch:
         for number in numbers.tolist():
             row = int(self.place[number - self.first])
             sample = int(self.sample_index[number - self.first])
-            params = self.params[row]
-            assert params is not None, number
+            asked = self.asked[row]
+            assert asked is not None, number
+            params = asked.params
             ids = self._values[self._bounds[row] : self._bounds[row + 1]]
             seed = self._seed(row, sample)
             yield WantedRequest(
@@ -228,14 +252,15 @@ class _PromptBatch:
                 sample,
                 ids.tolist(),
                 params if params.is_greedy else replace(params, seed=seed),
-                self._samplings.hasher(params).digest(ids.tobytes(), seed).hex(),
+                self._samplings.hasher(asked).digest(ids.tobytes(), seed).hex(),
+                asked.prompt_logprobs,
             )
 
     def _seed(self, row: int, sample: int) -> int:
-        params = self.params[row]
-        if params is None or params.is_greedy:
+        asked = self.asked[row]
+        if asked is None or asked.params.is_greedy:
             return 0
-        return request_seed(params.seed, self._row_ids[row], sample)
+        return request_seed(asked.params.seed, self._row_ids[row], sample)
 
 
 def _prompt_batches(prompts: Partition, model_fingerprint: str) -> Iterator[_PromptBatch]:

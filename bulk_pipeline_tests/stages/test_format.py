@@ -873,6 +873,10 @@ class TestSampling:
             "presence_penalty": 0.0,
             "logit_bias": [],
             "banned_token_ids": [],
+            "logprobs": None,
+            "prompt_logprobs": False,
+            "structured": None,
+            "loop_guard": None,
         }
 
     def test_values_are_copied(self, stage: Stage):
