@@ -99,7 +99,7 @@ def build_assets(spec: BulkInferenceSpec, resource_key: str) -> list[dg.AssetsDe
         _raw_dataset(spec),
         _prompts(spec, resource_key),
         _completions(spec, resource_key),
-        _output(spec),
+        _output(spec, resource_key),
     ]
 
 
@@ -227,15 +227,16 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
     return completions
 
 
-def _output(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
+def _output(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
     @dg.asset(
         **_asset_options(spec, OUTPUT, [RAW_DATASET, COMPLETIONS]),
+        required_resource_keys={resource_key},
         description="Every answer beside its row, in the source's order.",
     )
     def output(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
         from bulk_pipeline.stages.join import join_partition, preview
 
-        store = open_store(spec)
+        store, model = open_store(spec), _model(context, resource_key)
 
         def extra(key: str) -> dict[str, Any]:
             report = _described(context, lambda: _report(spec, store, key))
@@ -247,7 +248,7 @@ def _output(spec: BulkInferenceSpec) -> dg.AssetsDefinition:
             )
 
         return run_partitions(
-            context, spec, store, OUTPUT, lambda key: join_partition(spec, store, key), extra
+            context, spec, store, OUTPUT, lambda key: join_partition(spec, store, key, model), extra
         )
 
     return output

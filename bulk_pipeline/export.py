@@ -9,7 +9,9 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bulk_pipeline.stages.exporters import EXPORTERS, Exporter, Write
+from bulk_pipeline.spec import GeneratorSettings
+from bulk_pipeline.stages.exporters import EXPORTERS, Exporter, Write, token_bytes
+from bulk_pipeline.stages.formats.openai_batch_results import TokenBytes
 from bulk_pipeline.store import OUTPUT, ROW_GROUP_BYTES, ROW_GROUP_ROWS, Store
 
 PARTITION = "partition"  # the column that says where a row is from, as in `scan_table`
@@ -17,7 +19,13 @@ READ_ROWS = 4096
 FORMATS = (*EXPORTERS, "parquet")
 
 
-def export_output(store: Store, keys: Sequence[str], format_: str, file: IO[bytes]) -> int:
+def export_output(
+    store: Store,
+    keys: Sequence[str],
+    format_: str,
+    file: IO[bytes],
+    model: GeneratorSettings | None = None,
+) -> int:
     """Write the output of finished partitions to a file; the number of rows.
 
     Columns are those of all partitions together, null where one has none, and ``partition``,
@@ -27,6 +35,8 @@ def export_output(store: Store, keys: Sequence[str], format_: str, file: IO[byte
     ----------
     format_
         One of `FORMATS`.
+    model
+        The one that answered, for formats that show tokens as text.
 
     Raises
     ------
@@ -37,7 +47,7 @@ def export_output(store: Store, keys: Sequence[str], format_: str, file: IO[byte
     schema = _common_schema(store, keys)
     rows = 0
     writer = _parquet(schema) if format_ == "parquet" else EXPORTERS[format_]
-    with writer(file) as write:
+    with writer(file, token_bytes(model)) as write:
         for key in keys:
             partition = store.partition(OUTPUT, key)
             meta = partition.complete_manifest().meta
@@ -96,7 +106,7 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema, key: str) -> pa.Table:
 
 def _parquet(schema: pa.Schema) -> Exporter:
     @contextmanager
-    def writer(file: IO[bytes]) -> Iterator[Write]:
+    def writer(file: IO[bytes], token_bytes: TokenBytes) -> Iterator[Write]:
         with pq.ParquetWriter(file, schema, compression="zstd") as parquet:
             pending: list[pa.Table] = []
 

@@ -9,7 +9,7 @@ import click
 import polars as pl
 
 from bulk_pipeline.assets import open_store
-from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_specs
+from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_dataset, find_specs
 from bulk_pipeline.cli.options import (
     check_partitions,
     json_option,
@@ -102,14 +102,14 @@ def export(
 
     Of all finished partitions, or of those named. The rows come partition after partition, in
     the source's order, with the column partition beside the table's own. In CSV, lists and
-    structs are JSON text.
+    structs are JSON text; openai_batch has a result line for each input row, as OpenAI's batch
+    API.
     """
     format_ = format_ or out.suffix.removeprefix(".")
     if format_ not in FORMATS:
         raise WrongUseError(f"--to must be one of {', '.join(FORMATS)}, got {format_!r}; set it")
-    specs = find_specs(module)
-    check_names([dataset], specs, module)
-    store = open_store(specs[dataset])
+    found = find_dataset(module, dataset)
+    store = found.store
     check_partitions(dataset, keys, store.partition_keys(OUTPUT))
     try:
         wanted = keys or finished_partitions(store, OUTPUT)
@@ -117,7 +117,7 @@ def export(
             raise ValueError("no partition is finished; run some first")
         is_stream = str(out) == "-"
         with nullcontext(sys.stdout.buffer) if is_stream else open_new(out, force) as file:
-            rows = export_output(store, wanted, format_, file)
+            rows = export_output(store, wanted, format_, file, found.settings)
             file.flush()
     except FileExistsError as error:
         raise WrongUseError(f"--out: {error}") from None

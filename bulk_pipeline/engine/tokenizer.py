@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -143,6 +144,16 @@ class PromptTokenizer:
     def unmark(self, marked: str) -> str:
         """Replace marks by the special tokens' texts."""
         return self._mark_pattern.sub(lambda match: self._text_of[match[0]], marked)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """Each token's own part of the text; a special token's is its name."""
+        return [self._pieces.decode_bytes([id_]) for id_ in ids]
+
+    @cached_property
+    def _pieces(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        return from_tokenizer(self._hf)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None or (ids and ids[0] == self.bos_id):

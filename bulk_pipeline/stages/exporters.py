@@ -3,17 +3,35 @@
 import csv
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import IO, Any
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 import pyarrow as pa
 
-from bulk_pipeline.stages.formats.openai_batch_results import export_openai_batch
+from bulk_pipeline.spec import GeneratorSettings
+from bulk_pipeline.stages.formats.openai_batch_results import TokenBytes, export_openai_batch
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from bulk_pipeline.engine.tokenizer import PromptTokenizer
 
 # Takes rows of the output table, with what the manifest of their partition says of them.
 Write = Callable[[pa.Table, Mapping[str, Any]], None]
-# Opens the format over a binary file.
-Exporter = Callable[[IO[bytes]], AbstractContextManager[Write]]
+# Opens the format over a binary file; some show tokens as text.
+Exporter = Callable[[IO[bytes], TokenBytes], AbstractContextManager[Write]]
+
+
+def token_bytes(model: GeneratorSettings | None) -> TokenBytes:
+    """What gives the texts of a model's tokens; its tokenizer is loaded when it is asked."""
+
+    @cache
+    def tokenizer() -> "PromptTokenizer":
+        from bulk_pipeline.engine.tokenizer import load_tokenizer, resolve_model
+
+        assert model is not None, "tokens of no model"
+        return load_tokenizer(resolve_model(model.model, model.revision, tokenizer_only=True))
+
+    return lambda ids: tokenizer().token_bytes(ids)
 
 
 def _to_json(row: dict[str, Any]) -> bytes:
@@ -21,12 +39,12 @@ def _to_json(row: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _export_jsonl(file: IO[bytes]) -> Iterator[Write]:
+def _export_jsonl(file: IO[bytes], token_bytes: TokenBytes) -> Iterator[Write]:
     yield lambda table, meta: file.writelines(_to_json(row) + b"\n" for row in table.to_pylist())
 
 
 @contextmanager
-def _export_json(file: IO[bytes]) -> Iterator[Write]:
+def _export_json(file: IO[bytes], token_bytes: TokenBytes) -> Iterator[Write]:
     separator = b"["
 
     def write(table: pa.Table, meta: Mapping[str, Any]) -> None:
@@ -40,7 +58,7 @@ def _export_json(file: IO[bytes]) -> Iterator[Write]:
 
 
 @contextmanager
-def _export_csv(file: IO[bytes]) -> Iterator[Write]:
+def _export_csv(file: IO[bytes], token_bytes: TokenBytes) -> Iterator[Write]:
     """Text as it is; lists and structs as JSON text; null as an empty field."""
     has_header = False
 

@@ -9,8 +9,8 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bulk_pipeline.spec import BulkInferenceSpec
-from bulk_pipeline.stages.exporters import EXPORTERS, Write, file_name
+from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
+from bulk_pipeline.stages.exporters import EXPORTERS, Write, file_name, token_bytes
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -26,10 +26,13 @@ from bulk_pipeline.store import (
 PREVIEW_ROWS = 5
 
 
-def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageReport:
+def join_partition(
+    spec: BulkInferenceSpec, store: Store, key: str, model: GeneratorSettings | None = None
+) -> StageReport:
     """Join a partition's rows with their completions; a streaming merge on ``row_index``.
 
-    Writes the Parquet table, and a file beside it for each of `output.formats`.
+    Writes the Parquet table, and a file beside it for each of `output.formats`. `model` is
+    the one that answered, by default that of the dataset alone.
 
     Raises
     ------
@@ -48,7 +51,10 @@ def join_partition(spec: BulkInferenceSpec, store: Store, key: str) -> StageRepo
     with output.writer() as writer:
         with ExitStack() as stack:
             part = stack.enter_context(writer.new_part(schema))
-            exports = [stack.enter_context(_export(output, name)) for name in sorted(formats)]
+            exports = [
+                stack.enter_context(_export(output, name, model or spec.generator))
+                for name in sorted(formats)
+            ]
             for table in _joined(raw, completions, schema):
                 tokens += pc.sum(table["completion_tokens"]).as_py()
                 part.write(table)
@@ -133,8 +139,11 @@ def _check_conserved(key: str, rows: int, expected: int) -> None:
 
 
 @contextmanager
-def _export(output: Partition, name: str) -> Iterator[Write]:
+def _export(output: Partition, name: str, model: GeneratorSettings | None) -> Iterator[Write]:
     """Open the format's file; it appears, whole, when the block ends without error."""
     path = f"{output.path}/{file_name(name)}"
-    with output.store.open_atomic(path) as file, EXPORTERS[name](file) as write:
+    with (
+        output.store.open_atomic(path) as file,
+        EXPORTERS[name](file, token_bytes(model)) as write,
+    ):
         yield write

@@ -356,10 +356,14 @@ def answer(index: int = 0, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+PIECES = [b"</s>", b"Hi", b" there", b"\xf0\x9f\xa6", b"\x9c", b"!"]  # by token id
+
+
 def export(*tables: list[dict[str, Any]], meta: Any = RUNS) -> list[dict[str, Any]]:
     """The result lines of some tables."""
     file = io.BytesIO()
-    with EXPORTERS["openai_batch"](file) as write_table:
+    pieces = lambda ids: [PIECES[id_] for id_ in ids]  # noqa: E731
+    with EXPORTERS["openai_batch"](file, pieces) as write_table:
         for rows in tables:
             write_table(pa.Table.from_pylist(rows), meta)
     return [json.loads(line) for line in file.getvalue().splitlines()]
@@ -438,6 +442,55 @@ def test_any_dataset_can_be_exported_so():
 def test_the_model_is_the_one_asked_for_where_no_run_is_known():
     (line,) = export([answer()], meta={})
     assert line["response"]["body"]["model"] == "gpt-4o-mini"
+
+
+SCORED = {
+    "completion": "Hi 🦜",
+    "completion_ids": [1, 3, 4, 0],
+    "logprobs": [-0.5, -1.0, 0.0, -2.0],
+    "top_logprobs": [
+        [{"token_id": id_, "logprob": logprob}, {"token_id": 5, "logprob": -3.0}]
+        for id_, logprob in [(1, -0.5), (3, -1.0), (4, 0.0), (2, -0.25)]
+    ],
+}
+
+
+def test_log_probabilities_of_a_chat():
+    (line,) = export([answer(**SCORED)])
+    completion = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+    tokens = completion.choices[0].logprobs.content
+    assert [token.token for token in tokens] == ["Hi", r"bytes:\xf0\x9f\xa6", r"bytes:\x9c", "</s>"]
+    assert [token.logprob for token in tokens] == SCORED["logprobs"]
+    assert bytes(b for token in tokens[:-1] for b in token.bytes) == "Hi🦜".encode()
+    best = [[(each.token, each.logprob) for each in token.top_logprobs] for token in tokens]
+    assert best[0] == [("Hi", -0.5), ("!", -3.0)]
+    assert best[3] == [(" there", -0.25), ("!", -3.0)]
+
+
+def test_log_probabilities_of_a_text():
+    (line,) = export([answer(url=TEXT, **SCORED)])
+    completion = Completion.model_validate(line["response"]["body"], strict=True)
+    logprobs = completion.choices[0].logprobs
+    assert logprobs.tokens == ["Hi", r"bytes:\xf0\x9f\xa6", r"bytes:\x9c", "</s>"]
+    assert logprobs.token_logprobs == SCORED["logprobs"]
+    assert logprobs.text_offset == [0, 2, 2, 3]
+    assert logprobs.top_logprobs[3] == {" there": -0.25, "!": -3.0}
+
+
+@pytest.mark.parametrize("url", [CHAT, TEXT])
+def test_without_alternatives_there_are_the_chosen_tokens(url):
+    (line,) = export([answer(url=url, **SCORED | {"top_logprobs": None})])
+    logprobs = line["response"]["body"]["choices"][0]["logprobs"]
+    if url == TEXT:
+        assert logprobs["top_logprobs"] is None
+    else:
+        assert [token["top_logprobs"] for token in logprobs["content"]] == [[]] * 4
+
+
+def test_thoughts_stand_beside_the_answer():
+    (line,) = export([answer(reasoning="Hm.")])
+    completion = ChatCompletion.model_validate(line["response"]["body"])
+    assert completion.choices[0].message.reasoning_content == "Hm."
 
 
 def test_no_rows_are_no_lines():
