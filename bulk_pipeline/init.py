@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from bulk_pipeline.spec import FilesSource
+from bulk_pipeline.stages.formats.openai_batch import COLUMNS, SETTING_COLUMNS
 from bulk_pipeline.stages.partitions import list_files
 from bulk_pipeline.stages.sources import FilesReader, SourceFile
 
@@ -91,12 +92,15 @@ class Look:
         Names in the order that they came.
     prompt
         The likeliest settings of `prompt`; empty where no column holds text.
+    is_openai_batch
+        Whether it holds requests of OpenAI's batch API.
     """
 
     num_files: int
     num_rows: int
     columns: list[str]
     prompt: dict[str, str]
+    is_openai_batch: bool = False
 
 
 @dataclass(slots=True)
@@ -135,7 +139,9 @@ def look_at(path: str) -> Look:
     if not rows:
         raise ValueError(f"{path} has no rows; choose a file that has some")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return Look(len(files), len(rows), columns, guess_prompt(rows))
+    is_batch = columns == list(COLUMNS)
+    prompt = _batch_prompt(rows) if is_batch else guess_prompt(rows)
+    return Look(len(files), len(rows), columns, prompt, is_batch)
 
 
 def _rows(source: FilesSource, files: Sequence[SourceFile]) -> Iterator[dict[str, Any]]:
@@ -158,6 +164,15 @@ def guess_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     if not texts:
         return {}
     return {"column": max(texts, key=lambda name: sum(len(v) for v in values[name] if v))}
+
+
+def _batch_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The settings of `prompt` for the endpoint that most requests name."""
+    num_texts = sum(row["prompt"] is not None for row in rows)
+    num_chats = sum(row["messages"] is not None for row in rows)
+    if num_texts > num_chats:
+        return {"column": "prompt", "chat_template": "raw"}
+    return {"messages_column": "messages"}
 
 
 def _share(values: Sequence[Any], fits: Any) -> float:
@@ -222,14 +237,18 @@ def defs_yaml(
     absolute = Path(os.path.abspath(path))
     inside = absolute.is_relative_to(project.folder.absolute())
     source = absolute.relative_to(project.folder.absolute()) if inside else absolute
+    sampling: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 256}
+    if look.is_openai_batch:  # what a request does not say is then as neutral as with OpenAI
+        sampling = {"max_new_tokens": 1024, "from_columns": SETTING_COLUMNS}
+    format_ = {"format": "openai_batch"} if look.is_openai_batch else {}
     attributes = {
         "name": name,
-        "source": {"path": str(source)},
+        "source": {"path": str(source), **format_},
         "partitions": {"by": "file" if look.num_files > 1 else "none"},
         "prompt": prompt,
-        "sampling": {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 256},
+        "sampling": sampling,
         "generator": {"model": model},
-        "output": {"formats": ["jsonl"]},
+        "output": {"formats": ["openai_batch" if look.is_openai_batch else "jsonl"]},
     }
     value = {"type": "bulk_pipeline.BulkInferenceComponent", "attributes": attributes}
     head = "# Every setting is described in bulk_pipeline/spec.py; paths start at the project.\n"

@@ -50,7 +50,8 @@ def init(
 
     It looks at FILE, guesses the prompt, and writes a defs.yaml that loads. FILE is CSV, TSV,
     JSONL, JSON, Parquet or text; a folder or glob makes a partition of each file. On a terminal
-    it asks for what no option gives. Nothing is overwritten.
+    it asks for what no option gives. A batch file of OpenAI's gives a dataset whose rows have
+    their own settings and whose results are such a file too. Nothing is overwritten.
     """
     if column and template:
         raise WrongUseError("set --column or --template, not both")
@@ -92,7 +93,7 @@ def _choose_prompt(
         raise WrongUseError(
             f"no column holds text; name one with --column, out of {', '.join(look.columns)}"
         )
-    if column is None or column == look.prompt.get("messages_column"):
+    if column is None or column in map(look.prompt.get, ("column", "messages_column")):
         return look.prompt
     if column not in look.columns:
         raise WrongUseError(
@@ -116,8 +117,8 @@ def _choose_model(folder: Path, asks: bool) -> str:
 def _tell_next_steps(
     project: Project, name: str, path: Path, prompt: dict[str, str], is_cut: bool
 ) -> None:
-    ((setting, value),) = prompt.items()
-    click.echo(f"prompt.{setting}: {value!r}")
+    for setting, value in prompt.items():
+        click.echo(f"prompt.{setting}: {value!r}")
     click.echo(f"wrote {path}")
     lines = [
         f"cd {project.folder}" if project.folder.resolve() != Path.cwd() else "",
