@@ -177,7 +177,8 @@ OUTPUT_FIELDS = tuple(
 )
 # What it has besides where that is asked for, from the completion or made of it.
 LOGPROB_FIELDS = tuple(
-    COMPLETIONS_SCHEMA.field(name) for name in ("logprobs", "cumulative_logprob", "top_logprobs")
+    COMPLETIONS_SCHEMA.field(name)
+    for name in ("logprobs", "cumulative_logprob", "top_logprobs", "completion_ids")
 )
 PROMPT_LOGPROB_FIELDS = (
     COMPLETIONS_SCHEMA.field("prompt_logprobs"),

@@ -418,6 +418,11 @@ def test_of_a_row_with_several_turns_the_last_answer_is_the_choice():
     assert choice["message"]["content"] == "last"
 
 
+def test_the_best_of_more_samples_are_numbered_from_0():
+    (line,) = export([answer(sample_index=1), answer(sample_index=4)])
+    assert [choice["index"] for choice in line["response"]["body"]["choices"]] == [0, 1]
+
+
 def test_lines_are_in_the_order_of_the_input_wherever_tables_are_cut():
     rows = [answer(i, sample_index=s) for i in range(4) for s in range(3)]
     whole = export(rows)

@@ -98,7 +98,7 @@ class Results:
             "object": "text_completion" if is_text else "chat.completion",
             "created": int(run.get("began", 0) + run.get("seconds", 0)),
             "model": run.get("settings", {}).get("model") or answers[0].get("model") or "unknown",
-            "choices": [choice(row) for row in answers],
+            "choices": [{"index": index, **choice(row)} for index, row in enumerate(answers)],
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": completion_tokens,
@@ -115,7 +115,6 @@ class Results:
             ]  # OpenAI's shows none; others name it so
         has_logprobs = row.get("logprobs") is not None
         return {
-            "index": row["sample_index"],
             "message": message,
             "logprobs": {"content": self._logprobs(row), "refusal": None} if has_logprobs else None,
             "finish_reason": FINISH_REASONS[row["status"]],
@@ -137,7 +136,6 @@ class Results:
 
     def _text_choice(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "index": row["sample_index"],
             "text": row["completion"],
             "logprobs": None if row.get("logprobs") is None else self._text_logprobs(row),
             "finish_reason": FINISH_REASONS[row["status"]],
