@@ -39,6 +39,19 @@ SETTING_COLUMNS = {
     )
 }
 COLUMNS = ("custom_id", "url", "model", "messages", "prompt", *SETTING_COLUMNS)
+# Those that a body has under the same name, whatever the endpoint.
+SAME_NAMES = (
+    "model",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "n",
+    "stop",
+)
 # They do not change the answer.
 BOOKKEEPING = {
     "metadata",
@@ -229,8 +242,8 @@ class _Body(_Strict):
 
     def columns(self) -> dict[str, Any]:
         """The values under the columns' names."""
-        values = self.model_dump(include=set(COLUMNS))
-        return values | {
+        values = vars(self)  # quicker than a dump of the model
+        return {name: values[name] for name in SAME_NAMES} | {
             "max_new_tokens": self.max_tokens,
             "min_new_tokens": self.min_tokens,
             "logit_bias": json.dumps(self.logit_bias) if self.logit_bias else None,
@@ -259,6 +272,7 @@ class _ChatBody(_Body):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("body.top_logprobs needs body.logprobs to be true")
         return super().columns() | {
+            "messages": [{"role": each.role, "content": each.content} for each in self.messages],
             "max_new_tokens": next(iter(limits), None),
             "logprobs": self.top_logprobs or 0 if self.logprobs else None,
             "structured_output": self._structured_output(),
@@ -291,4 +305,4 @@ class _TextBody(_Body):
         """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("body.best_of must equal body.n; others are not supported")
-        return super().columns()
+        return super().columns() | {"prompt": self.prompt, "logprobs": self.logprobs}
