@@ -1,6 +1,7 @@
 """Write settings.md from the specification: ``python docs/make_settings.py``, or ``make docs``."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,16 +24,18 @@ settings are refused. A setting without a default has to be set.
 
 def settings_page() -> str:
     """The page's text."""
-    sections = [_section("The dataset", "", BulkInferenceSpec)]
-    for name, field in BulkInferenceSpec.model_fields.items():
+    return HEAD + "".join(_sections("The dataset", "", BulkInferenceSpec))
+
+
+def _sections(title: str, prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    """A table of the settings, and the tables of those that hold settings themselves."""
+    yield _section(title, prefix, model)
+    for name, field in model.model_fields.items():
         if name == "source":
-            sections.append(_section("source, of files", "source.", FilesSource))
-            sections.append(
-                _section("source, of a Hugging Face dataset", "source.", HuggingFaceSource)
-            )
-        elif model := _model(field.annotation):
-            sections.append(_section(name, f"{name}.", model))
-    return HEAD + "".join(sections)
+            yield _section("source, of files", "source.", FilesSource)
+            yield _section("source, of a Hugging Face dataset", "source.", HuggingFaceSource)
+        elif held := _model(field.annotation):
+            yield from _sections(prefix + name, f"{prefix}{name}.", held)
 
 
 def _section(title: str, prefix: str, model: type[BaseModel]) -> str:
