@@ -22,7 +22,7 @@ from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
 from bulk_pipeline.stages.prefixes import shared_prefixes
 from bulk_pipeline.stages.sampling_changes import differences, stored_changes
 from bulk_pipeline.stages.sources import FilesReader
-from bulk_pipeline.stages.staleness import find_missing_or_stale
+from bulk_pipeline.stages.staleness import SOURCE_CHANGED, find_missing_or_stale
 from bulk_pipeline.stages.stored import ANSWERED, StoredAnswers, reasons, rows_with_answers
 from bulk_pipeline.stages.wanted import WantedRequests
 from bulk_pipeline.store import COMPLETIONS, PROMPTS, RAW_DATASET, Manifest, Partition, Store
@@ -31,6 +31,7 @@ from bulk_pipeline.tables import sound_manifest
 READ_ROWS = 4096
 MAX_EXAMPLES = 10  # rows that cannot run, shown of each partition
 AUTO = "auto"
+PROMPTS_STALE = (SOURCE_CHANGED, "settings changed", f"{PROMPTS} is older")  # start a reason
 TRIES = 3  # at reading completions that a run is writing
 
 
@@ -288,7 +289,7 @@ def _has_gpu() -> bool:
 
 def _note_stale(plan: PartitionPlan) -> None:
     """Say where the stored prompts are not those that a run would use."""
-    if plan.has_prompts and plan.state and not plan.state.startswith(("unfinished", "model")):
+    if plan.has_prompts and plan.state and plan.state.startswith(PROMPTS_STALE):
         plan.notes.append(
             f"{plan.state}: a run makes the prompts anew, the numbers are of the stored ones"
         )

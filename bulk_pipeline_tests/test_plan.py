@@ -17,6 +17,9 @@ from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.plan import current_fingerprint, plan_dataset
 from bulk_pipeline.plan_view import picture, to_json, to_text
 from bulk_pipeline.stages.complete import complete_partition
+from bulk_pipeline.stages.format import format_partition
+from bulk_pipeline.stages.ingest import ingest_partition
+from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,
@@ -58,6 +61,22 @@ def test_without_prompts_the_source_s_rows_are_counted_and_that_is_said(spec, st
     assert found.estimate.requests == 2
     assert found.estimate.most_seconds == 2 * 256 / 10
     assert "all: no prompts yet, only rows are counted" in to_text(found)
+
+
+def test_prompts_that_a_run_would_make_anew_are_noted_and_no_others(spec, store):
+    ingest_partition(spec, store, KEY)
+    format_partition(spec, store, KEY, spec.generator)
+    complete(spec, store)
+    join_partition(spec, store, KEY)
+    longer = spec.model_copy(
+        update={"sampling": spec.sampling.model_copy(update={"max_new_tokens": 300})}
+    )
+    note = "a run makes the prompts anew, the numbers are of the stored ones"
+    assert f"settings changed: sampling.max_new_tokens: {note}" in to_text(plan(longer, store))
+    format_partition(longer, store, KEY, longer.generator)
+    (partition,) = plan(longer, store).partitions
+    assert partition.state == "completions is older than prompts"
+    assert note not in to_text(plan(longer, store))
 
 
 def test_rows_lengths_and_what_cannot_run(spec, store):
