@@ -80,6 +80,14 @@ class MemoryReport:
         return f"cache of {self.cache_tokens} tokens; {'; '.join(devices)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a draft model will need beside a model and its cache, in bytes."""
+
+    num_bytes: int
+    bytes_per_page: int
+
+
 class CudaModel:
     """exllamav2's model with its cache, behind the calls that the generator makes.
 
@@ -142,6 +150,8 @@ def load_cuda_model(
     *,
     rows: int,
     cache_tokens: int | None,
+    setting: str = "generator.model",
+    beside: Beside | None = None,
 ) -> tuple[CudaModel, Any, MemoryReport]:
     """Load a model folder and allocate its cache.
 
@@ -151,6 +161,10 @@ def load_cuda_model(
         Most tokens in one generating step: the batch size, times the drafted tokens and one.
     cache_tokens
         A whole number of pages; None measures what is left after the weights.
+    setting
+        The setting that names the folder, for messages.
+    beside
+        What else an automatic cache must leave room for.
 
     Raises
     ------
@@ -164,21 +178,35 @@ def load_cuda_model(
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     quantization = check_quantization(folder)
     check_architecture(folder, attention_name)
+    if settings.tensor_parallel and quantization != "exl2":
+        raise ValueError(
+            f"generator.tensor_parallel: exllamav2 splits EXL2 models only, and {folder.name} is "
+            f"{quantization}; set it to false"
+        )
     report = MemoryReport()
     with readable_by_exllamav2(folder) as readable:
-        config = _read_config(readable, settings)
+        config = _read_config(readable, settings, f"{setting}: exllamav2 cannot read {folder.name}")
         max_seq_len = check_max_seq_len(config.max_seq_len, settings, folder.name)
         _size_buffers(config, settings, rows, max_seq_len)
-        if settings.tensor_parallel and config.sliding_window:
+        if settings.tensor_parallel and (config.sliding_window or config.use_qk_norm):
+            kind = "a sliding window" if config.sliding_window else "norms of queries and keys"
             raise ValueError(
-                f"generator.tensor_parallel: {folder.name} has a sliding window, which exllamav2 "
-                f"cannot split; set it to false"
+                f"generator.tensor_parallel: {folder.name} has {kind}, which exllamav2 does not "
+                "split; set it to false"
             )
         before = _allocated()
         try:
-            model, cache, dense = _load(config, settings, cache_tokens, rows, report, before)
-        except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            model, cache, dense = _load(
+                config, settings, folder.name, cache_tokens, rows, report, before, beside
+            )
+        except (torch.cuda.OutOfMemoryError, RuntimeError, AssertionError) as error:
             if not is_out_of_memory(error):
+                if isinstance(error, AssertionError):  # exllamav2's way of refusing
+                    reason = str(error) or "it gives no reason"
+                    raise ValueError(
+                        f"{setting}: exllamav2 cannot load {folder.name}: {reason}; change "
+                        "generator.gpu_split or tensor_parallel, or use another model"
+                    ) from error
                 raise
             message = out_of_memory_message(f"loading {folder.name}")
             raise RuntimeError(message) from None
@@ -197,7 +225,7 @@ def paged_model(model: CudaModel, cache: Any) -> "ChunkForward | DenseModel":
     if model.dense is not None:
         return DenseModel(model.dense, cache.key_states, cache.value_states)
     is_split = bool(exllamav2.tp_context)
-    index = 0 if is_split else exllamav2.modules[-1].device_idx
+    index = exllamav2.tp_context.device if is_split else exllamav2.modules[-1].device_idx
     if not is_split:
         _put_embedding_on_gpu(exllamav2)
     return ChunkForward(
@@ -231,14 +259,12 @@ def use_attention() -> str:
     return OWN_ATTENTION if is_own else "flash-attn"
 
 
-def _read_config(folder: Path, settings: GeneratorSettings) -> ExLlamaV2Config:
+def _read_config(folder: Path, settings: GeneratorSettings, problem: str) -> ExLlamaV2Config:
     try:
         config = ExLlamaV2Config(str(folder))
     except (AssertionError, ValueError, KeyError, TypeError) as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise ValueError(
-            f"generator.model: exllamav2 cannot read {settings.model}: {reason}"
-        ) from error
+        raise ValueError(f"{problem}: {reason}") from error
     if settings.rope_scale is not None:
         config.scale_pos_emb = settings.rope_scale
     if settings.rope_alpha is not None:
@@ -259,14 +285,16 @@ def _size_buffers(
 def _load(
     config: ExLlamaV2Config,
     settings: GeneratorSettings,
+    name: str,
     cache_tokens: int | None,
     rows: int,
     report: MemoryReport,
     before: dict[int, int],
+    beside: Beside | None,
 ) -> tuple[ExLlamaV2, Any, DenseWeights | None]:
     model = ExLlamaV2(config)
     kind: Callable[..., Any] = CACHES[settings.cache_type]
-    progress = _LoadProgress(Path(settings.model).name)
+    progress = _LoadProgress(name)
     if settings.tensor_parallel:
         model.load_tp(
             settings.gpu_split,
@@ -275,7 +303,7 @@ def _load(
             expect_cache_base=kind,
         )
         kind = partial(ExLlamaV2Cache_TP, base=kind)
-        tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows)
+        tokens = cache_tokens or _auto_cache_tokens(model, kind, settings, rows, beside)
         return model, _measured(kind(model, max_seq_len=tokens), report, before), None
     # load_autosplit runs a full input through the cache, which must hold it.
     is_split = settings.gpu_split is None and torch.cuda.device_count() > 1
@@ -286,7 +314,7 @@ def _load(
     model.load(settings.gpu_split or _even_split(config), callback=progress)
     dense = _dequantized(model, kind, settings)
     tokens = cache_tokens or _auto_cache_tokens(
-        model, kind, settings, rows, is_dense=dense is not None
+        model, kind, settings, rows, beside, is_dense=dense is not None
     )
     return model, _measured(kind(model, max_seq_len=tokens), report, before), dense
 
@@ -338,6 +366,7 @@ def _auto_cache_tokens(
     kind: Callable[..., Any],
     settings: GeneratorSettings,
     rows: int,
+    beside: Beside | None = None,
     *,
     is_dense: bool = False,
 ) -> int:
@@ -353,6 +382,9 @@ def _auto_cache_tokens(
         if is_dense:
             margin += decode_bytes(model.config, rows)
             margin += prefill_bytes(model.config, settings.max_chunk_size)
+        if beside is not None:
+            margin += beside.num_bytes // len(per_page)
+            size += beside.bytes_per_page // len(per_page)
         pages.append(max(0, free - margin) // size)
     longest = settings.max_seq_len or model.config.max_seq_len
     useful = rows * -(-longest // PAGE_TOKENS) + 1

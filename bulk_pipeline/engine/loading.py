@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.folders import read_cache_shape, read_weights
 from bulk_pipeline.engine.memory import auto_batch_size
 from bulk_pipeline.engine.model_files import device_extras
 from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in, is_stand_in_installed
@@ -78,7 +79,7 @@ def settings_fingerprint(settings: GeneratorSettings) -> str:
 
 def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
     _check_compiled_module()
-    from bulk_pipeline.engine.cuda import load_cuda_model, paged_model
+    from bulk_pipeline.engine.cuda import Beside, load_cuda_model, paged_model
 
     folder = _model_folder(settings.model, settings.revision)
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
@@ -89,15 +90,30 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
     )
     rows = batch_size * (num_draft + 1)
     tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
-    model, cache, report = load_cuda_model(
-        settings, folder, rows=rows, cache_tokens=tokens and tokens + _scratch_tokens(settings)
-    )
-    models, caches = [model], [cache]
+    if tokens is not None:
+        _check_cache_holds(settings, tokens - num_draft)
+    beside = draft_folder = None
     if settings.draft_model is not None:
         draft_folder = _model_folder(settings.draft_model, None)
+        page = read_cache_shape(draft_folder).gpu_bytes_per_token(settings.cache_type) * PAGE_TOKENS
+        beside = Beside(read_weights(draft_folder).gpu_bytes, page)
+    model, cache, report = load_cuda_model(
+        settings,
+        folder,
+        rows=rows,
+        cache_tokens=tokens and tokens + _scratch_tokens(settings),
+        beside=beside,
+    )
+    models, caches = [model], [cache]
+    if draft_folder is not None:
         draft, draft_cache, draft_report = load_cuda_model(
-            settings, draft_folder, rows=rows, cache_tokens=cache.max_seq_len
+            settings,
+            draft_folder,
+            rows=rows,
+            cache_tokens=cache.max_seq_len,
+            setting="generator.draft_model",
         )
+        check_draft_length(draft.max_seq_len, model.max_seq_len, draft_folder.name)
         check_draft(draft.config.vocab_size, model.config.vocab_size, draft_folder.name)
         logger.info("draft model %s: %s", draft_folder.name, draft_report)
         models.append(draft)
@@ -306,12 +322,26 @@ def _load_draft(settings: GeneratorSettings, model: "CpuModel") -> "CpuModel":
     folder = _model_folder(settings.draft_model, None)
     draft = load_cpu_model(folder, settings.dtype, None)
     check_draft(draft.config.vocab_size, model.config.vocab_size, folder.name)
-    if draft.config.max_seq_len < model.config.max_seq_len:
-        raise ValueError(
-            f"generator.draft_model: {folder.name} reads at most {draft.config.max_seq_len} "
-            f"tokens; set generator.max_seq_len to at most that, got {model.config.max_seq_len}"
-        )
+    check_draft_length(draft.config.max_seq_len, model.config.max_seq_len, folder.name)
     return draft
+
+
+def check_draft_length(draft_length: int, length: int, name: str) -> None:
+    """Raise a ValueError where a draft model reads fewer tokens than the model may."""
+    if draft_length < length:
+        raise ValueError(
+            f"generator.draft_model: {name} reads at most {draft_length} tokens; set "
+            f"generator.max_seq_len to at most that, got {length}"
+        )
+
+
+def _check_cache_holds(settings: GeneratorSettings, tokens: int) -> None:
+    """Raise a ValueError where a cache of so many tokens does not hold the longest sequence."""
+    if tokens < (settings.max_seq_len or 0):
+        raise ValueError(
+            f"generator.cache_tokens must hold one sequence of {settings.max_seq_len} tokens, got "
+            f"{tokens}; raise it or lower generator.max_seq_len"
+        )
 
 
 def check_draft(draft_size: int, size: int, name: str) -> None:

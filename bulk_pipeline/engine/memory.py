@@ -14,7 +14,7 @@ SIGNS = ("out of memory", "Insufficient VRAM", "Insufficient space")  # exllamav
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception of PyTorch or exllamav2 says that a GPU's memory is full."""
-    is_cuda = isinstance(error, RuntimeError)
+    is_cuda = isinstance(error, RuntimeError | AssertionError)
     return isinstance(error, torch.OutOfMemoryError) or (
         is_cuda and any(sign in str(error) for sign in SIGNS)
     )

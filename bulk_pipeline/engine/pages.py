@@ -167,8 +167,7 @@ class PageTable:
 
     def _describe_beginning(self, number: int, parent: bytes, tokens: np.ndarray) -> None:
         page, group = self._pages[number], _group(parent, tokens)
-        if page.group is not None and page.group != group:
-            self._forget(number)
+        assert page.group in (None, group), "a page that is described again begins as before"
         page.group, page.tokens, page.written = group, tokens.copy(), self.round
         members = self._groups.setdefault(group, OrderedDict())
         members[number] = None
