@@ -10,14 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
+from bulk_pipeline.stages.answers import Answers, answer_settings
+from bulk_pipeline.stages.best_of import COLUMNS as BEST_OF
+from bulk_pipeline.stages.best_of import keep_best
 from bulk_pipeline.stages.exporters import EXPORTERS, Write, file_name, token_bytes
+from bulk_pipeline.stages.row_sampling import sampling_inputs
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.store import (
     COMPLETIONS,
     OUTPUT,
-    OUTPUT_FIELDS,
+    PROMPTS,
     RAW_DATASET,
     ROW_ERROR_FIELD,
+    Manifest,
     Partition,
     StageReport,
     Store,
@@ -44,7 +49,13 @@ def join_partition(
     raw, completions = store.partition(RAW_DATASET, key), store.partition(COMPLETIONS, key)
     raw_manifest, completions_manifest = raw.complete_manifest(), completions.complete_manifest()
     source_columns = [field for field in raw.schema() if field.name != ROW_ERROR_FIELD.name]
-    schema = pa.schema([*source_columns, *OUTPUT_FIELDS])
+    sampling = completions_manifest.meta.get("made_with", {}).get("sampling")
+    sampling = sampling or sampling_inputs(spec.sampling)
+    names = [field.name for field in source_columns]
+    answers = Answers(spec.output, sampling, spec.prompt.assistant_prefix, names)
+    prompts = _prompts(store, completions_manifest, key) if answers.needs_prompts else None
+    num_kept = sampling["n"] if sampling.get("best_of") else None
+    schema = pa.schema([*source_columns, *answers.fields])
     output = store.partition(OUTPUT, key)
     formats = set(spec.output.formats)
     tokens = 0
@@ -55,12 +66,14 @@ def join_partition(
                 stack.enter_context(_export(output, name, model or spec.generator))
                 for name in sorted(formats)
             ]
-            for table in _joined(raw, completions, schema):
+            batches = _completions(completions, answers, num_kept)
+            for table in _joined(raw, batches, prompts, answers, schema):
                 tokens += pc.sum(table["completion_tokens"]).as_py()
                 part.write(table)
                 for write in exports:
                     write(table, completions_manifest.meta)
-        _check_conserved(key, part.part.rows, completions_manifest.num_rows)
+        num_rows = raw_manifest.num_rows * num_kept if num_kept else completions_manifest.num_rows
+        _check_conserved(key, part.part.rows, num_rows)
         writer.commit(
             [part.part],
             complete=True,
@@ -70,7 +83,8 @@ def join_partition(
                     (RAW_DATASET, raw_manifest),
                     (COMPLETIONS, completions_manifest),
                 )
-            },
+            }
+            | {"answers": answer_settings(spec.output)},
             meta=completions_manifest.meta,
         )
         for name in EXPORTERS.keys() - formats:
@@ -105,25 +119,43 @@ def _short(value: Any, max_characters: int) -> Any:
     return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
-def _joined(raw: Partition, completions: Partition, schema: pa.Schema) -> Iterator[pa.Table]:
+def _completions(
+    completions: Partition, answers: Answers, num_kept: int | None
+) -> Iterator[pa.RecordBatch]:
+    """The completions that the output has, with the columns that are needed."""
+    names = ["row_id", "row_index", *answers.columns_read]
+    if num_kept is None:
+        return completions.read(names)
+    return keep_best(completions.read(list(dict.fromkeys([*names, *BEST_OF]))), num_kept)
+
+
+def _joined(
+    raw: Partition,
+    completions: Iterator[pa.RecordBatch],
+    prompts: Partition | None,
+    answers: Answers,
+    schema: pa.Schema,
+) -> Iterator[pa.Table]:
     """Yield the joined rows; checks that each completion's row has the same row_id."""
-    names = [name for name in schema.names if name not in {f.name for f in OUTPUT_FIELDS}]
-    rows = RowStream(raw.read(names))
-    wanted = ["row_id", "row_index", *(field.name for field in OUTPUT_FIELDS)]
+    source_names = schema.names[: -len(answers.fields)]
+    rows = RowStream(raw.read(source_names))
+    prompt_rows = RowStream(prompts.read(["row_index", "prompt"])) if prompts else None
     next_index = 0
-    for batch in completions.read(wanted):
-        found = rows.take(batch.column("row_index"))
+    for batch in completions:
+        row_index = batch.column("row_index")
+        found = rows.take(row_index)
         if found["row_id"].combine_chunks() != batch.column("row_id"):
             raise ValueError(
                 f"partition {raw.key}: {COMPLETIONS} was made from another {RAW_DATASET}; "
                 f"materialise prompts and completions again"
             )
-        distinct = np.unique(batch.column("row_index").to_numpy())
+        distinct = np.unique(row_index.to_numpy())
         assert distinct[0] in (next_index - 1, next_index), (distinct[0], next_index)
         assert (np.diff(distinct) == 1).all(), distinct
         next_index = distinct[-1] + 1
-        columns = [found[name] for name in names]
-        columns += [batch.column(field.name) for field in OUTPUT_FIELDS]
+        columns = [found[name] for name in source_names]
+        texts = prompt_rows.take(row_index)["prompt"].to_pylist() if prompt_rows else None
+        columns += answers.columns(batch, texts)
         yield pa.Table.from_arrays(columns, schema=schema)
     num_rows = raw.complete_manifest().num_rows
     if next_index != num_rows:
@@ -131,6 +163,18 @@ def _joined(raw: Partition, completions: Partition, schema: pa.Schema) -> Iterat
             f"partition {raw.key}: {COMPLETIONS} has rows 0 to {next_index - 1}, {RAW_DATASET} "
             f"has {num_rows}; materialise prompts and completions again"
         )
+
+
+def _prompts(store: Store, completions: Manifest, key: str) -> Partition:
+    """The prompts that the completions were made from."""
+    prompts = store.partition(PROMPTS, key)
+    parts = [part.name for part in prompts.complete_manifest().parts]
+    if completions.inputs.get("prompts") != parts:
+        raise ValueError(
+            f"partition {key}: {COMPLETIONS} was made from other {PROMPTS}, and output.reasoning "
+            f"needs theirs; materialise completions again"
+        )
+    return prompts
 
 
 def _check_conserved(key: str, rows: int, expected: int) -> None:

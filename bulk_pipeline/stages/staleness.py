@@ -13,6 +13,7 @@ from bulk_pipeline.engine.model_files import (
     tokenizer_hash,
 )
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, GeneratorSettings
+from bulk_pipeline.stages.answers import answer_settings
 from bulk_pipeline.stages.format import chat_template_text, prompt_inputs
 from bulk_pipeline.stages.ingest import source_settings
 from bulk_pipeline.stages.partitions import Slice, plan_partitions
@@ -107,6 +108,7 @@ class _Judge:
             or self._prompts_reason(manifests[PROMPTS], manifests[RAW_DATASET])
             or self._completions_reason(manifests[COMPLETIONS], manifests[PROMPTS])
             or _older(manifests, OUTPUT, (RAW_DATASET, COMPLETIONS))
+            or self._output_reason(manifests[OUTPUT])
         )
 
     def _source_reason(self, raw: Manifest, slice_: Slice) -> str | None:
@@ -161,6 +163,11 @@ class _Judge:
         fingerprint = completions.inputs.get("model_fingerprint")
         is_other = self.fingerprints and fingerprint not in self.fingerprints
         return "model changed" if is_other else None
+
+    def _output_reason(self, output: Manifest) -> str | None:
+        recorded, now = output.inputs.get("answers", {}), answer_settings(self.spec.output)
+        names = [name for name in ("reasoning", "unfold") if recorded.get(name) != now.get(name)]
+        return f"output settings changed: {', '.join(names)}" if names else None
 
 
 def _is_complete(manifest: Manifest | None) -> bool:

@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+from jsonschema import Draft202012Validator, SchemaError
+from jsonschema.validators import validator_for
+
 from bulk_pipeline.engine.request import StructuredOutput
 from bulk_pipeline.sampling_spec import StructuredOutputSpec
 
@@ -40,10 +43,8 @@ def schema_problem(schema: Any) -> str | None:
     """Why a JSON schema is not one, in a line; None also where there is none."""
     if schema is None:
         return None
-    from jsonschema import Draft202012Validator, SchemaError, validators
-
     try:
-        validators.validator_for(schema, Draft202012Validator).check_schema(schema)
+        validator_for(schema, Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         where = ".".join(map(str, error.absolute_path))
         return " ".join(f"{where}: {error.message}".removeprefix(": ").split())[:200]

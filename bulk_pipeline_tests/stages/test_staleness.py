@@ -146,6 +146,12 @@ def test_a_removed_file_is_no_staleness_but_named(spec: BulkInferenceSpec, tmp_p
             {"source": {"id_column": "text"}},
             "settings changed: source.id_column, source.id_columns",
         ),
+        ({"output": {"reasoning": {}}}, "output settings changed: reasoning"),
+        ({"sampling": {"logprobs": 0}}, "settings changed: sampling.logprobs"),
+        (
+            {"sampling": {"from_columns": {"stop": "text"}}},
+            "settings changed: sampling.from_columns",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.rpartition(" ")[2],
 )
