@@ -17,6 +17,8 @@ import triton
 
 from bulk_pipeline.engine import kernels
 from bulk_pipeline.engine.kernels import PAGE
+from bulk_pipeline.engine.logprobs import log_probabilities
+from bulk_pipeline.engine.sampling_slots import upload
 
 HALF_BYTES = 2
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -27,6 +29,7 @@ MIN_SPLIT_TOKENS = 128  # a shorter piece of a row is not worth a program of its
 MAX_SPLIT_TOKENS = 4096  # a longer one holds the others up
 MAX_SPLITS = 64
 GATHERED_TOKENS = 65536  # keys that are gathered from pages at once
+SCORED_TOKENS = 512  # whose logits are made at once
 UPLOAD_ALIGNMENT = 4  # int32 elements: pieces of an upload start at multiples of 16 bytes
 KINDS_WITH_RMS_HEAD_NORM = ("Qwen3ForCausalLM",)  # whatever exllamav2 does there
 
@@ -305,28 +308,57 @@ class DenseModel:
         with self._on_device():
             self._prefill(token_ids, starts, counts, block_table)
 
+    @torch.inference_mode()
+    def score(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        block_table: np.ndarray,
+        targets: np.ndarray,
+    ) -> torch.Tensor:
+        """As `prefill`, and return the log-probability of each token's successor.
+
+        Parameters
+        ----------
+        targets
+            int64 [sum of counts]: the successors.
+        """
+        with self._on_device():
+            hidden = self._prefill(token_ids, starts, counts, block_table, wants_hidden=True)
+            assert hidden is not None
+            wanted = upload(targets, self.device).split(SCORED_TOKENS)
+            found = []
+            for some, ids in zip(hidden.split(SCORED_TOKENS), wanted, strict=True):
+                logits = F.linear(some, self._weights.head)[:, : self.vocab_size]
+                found.append(log_probabilities(logits, ids))
+            return torch.cat(found)
+
     def _prefill(
         self,
         token_ids: np.ndarray,
         starts: np.ndarray,
         counts: np.ndarray,
         block_table: np.ndarray,
-    ) -> None:
+        wants_hidden: bool = False,
+    ) -> torch.Tensor | None:
+        """Return the normed hidden states of the new tokens where they are wanted."""
         weights = self._weights
         ids, positions, slots, pieces = self._plan(token_ids, starts, counts, block_table)
         residual = F.embedding(ids, weights.embedding)
         added = None
         for index, layer in enumerate(weights.layers):
             hidden = kernels.rms_norm(residual, added, layer.attention_norm, weights.eps)
-            if index == len(weights.layers) - 1:
+            if index == len(weights.layers) - 1 and not wants_hidden:
                 self._store_last(hidden, positions, slots)
-                return
+                return None
             packed = self._heads(F.linear(hidden, layer.qkv, layer.qkv_bias))
             self._rope(packed, index, positions, slots, keep_keys=True)
             attended = self._attend(packed, index, pieces)
             del packed
             added = F.linear(attended, layer.o, layer.o_bias)
             added = self._mlp(layer, residual, added)
+        return kernels.rms_norm(residual, added, weights.norm, weights.eps)
 
     def _store_last(
         self, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor

@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from exllamav2.attn_params import PagedParams
 
+from bulk_pipeline.engine.logprobs import log_probabilities
+from bulk_pipeline.engine.sampling_slots import upload
 from bulk_pipeline.spec import PAGE_TOKENS
 
 MAX_PADDING = 1.125  # tokens of a padded pass, for each of the rows' own
+SCORED_TOKENS = 256  # most tokens of a pass that makes logits for all of them
 
 
 class ChunkForward:
@@ -55,19 +58,33 @@ class ChunkForward:
         block_table: np.ndarray,
     ) -> None:
         """Store keys and values, in passes over rows of similar length, padded to the longest."""
+        for rows in self._passes(starts, counts, self._max_tokens):
+            inputs = _padded(token_ids, starts, counts, block_table, rows)
+            self._run(*inputs, preprocess_only=True)
+
+    def score(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        block_table: np.ndarray,
+        targets: np.ndarray,
+    ) -> torch.Tensor:
+        """Store keys and values; return the log-probability of each token's successor."""
+        # logits of all tokens at once would not fit: rows become pieces, one after the other
+        starts, counts, owners = _pieces(starts, counts)
+        block_table = block_table[owners]
         ends = counts.cumsum()
-        for rows in self._passes(starts, counts):
-            width = int(counts[rows].max())
-            ids = np.zeros((len(rows), width), np.int64)
-            for line, row in zip(ids, rows, strict=True):
-                line[: counts[row]] = token_ids[ends[row] - counts[row] : ends[row]]
-            num_pages = -(-int(starts[rows].max() + width) // PAGE_TOKENS)
-            # what padding writes past a row's pages goes to the scratch page
-            table = np.zeros((len(rows), num_pages), np.int32)
-            known = min(num_pages, block_table.shape[1])
-            table[:, :known] = block_table[rows, :known]
-            lengths = torch.from_numpy(starts[rows])
-            self._run(torch.from_numpy(ids), lengths, torch.from_numpy(table), preprocess_only=True)
+        found = []
+        for rows in self._passes(starts, counts, SCORED_TOKENS):
+            inputs = _padded(token_ids, starts, counts, block_table, rows)
+            logits = self._run(*inputs)["logits"]
+            [places] = np.nonzero((np.arange(logits.shape[1]) < counts[rows][:, None]).ravel())
+            own = logits.flatten(0, 1)[upload(places, logits.device), : self.vocab_size]
+            first = ends[rows[0]] - counts[rows[0]]
+            wanted = upload(targets[first : ends[rows[-1]]], logits.device)
+            found.append(log_probabilities(own, wanted).to(self.device))
+        return torch.cat(found)
 
     def decode(
         self,
@@ -82,7 +99,7 @@ class ChunkForward:
         logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
         return logits.to(self.device)
 
-    def _passes(self, starts: np.ndarray, counts: np.ndarray) -> list[list[int]]:
+    def _passes(self, starts: np.ndarray, counts: np.ndarray, max_tokens: int) -> list[list[int]]:
         """Group neighbours of similar length; the order stays, because rows may share pages."""
         passes: list[list[int]] = []
         rows: list[int] = []
@@ -91,7 +108,7 @@ class ChunkForward:
             fits = (
                 0 < len(rows) < self._max_rows
                 and count <= width
-                and (len(rows) + 1) * width <= min(self._max_tokens, MAX_PADDING * (own + count))
+                and (len(rows) + 1) * width <= min(max_tokens, MAX_PADDING * (own + count))
                 and start + width <= self._max_positions
             )
             if not fits:
@@ -126,3 +143,34 @@ class ChunkForward:
             cache=self._cache,
             preprocess_only=preprocess_only,
         )
+
+
+def _padded(
+    token_ids: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    block_table: np.ndarray,
+    rows: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids, lengths before them and pages of these rows, padded to the longest."""
+    ends = counts.cumsum()
+    width = int(counts[rows].max())
+    ids = np.zeros((len(rows), width), np.int64)
+    for line, row in zip(ids, rows, strict=True):
+        line[: counts[row]] = token_ids[ends[row] - counts[row] : ends[row]]
+    num_pages = -(-int(starts[rows].max() + width) // PAGE_TOKENS)
+    # what padding writes past a row's pages goes to the scratch page
+    table = np.zeros((len(rows), num_pages), np.int32)
+    known = min(num_pages, block_table.shape[1])
+    table[:, :known] = block_table[rows, :known]
+    return torch.from_numpy(ids), torch.from_numpy(starts[rows]), torch.from_numpy(table)
+
+
+def _pieces(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut rows into pieces of at most `SCORED_TOKENS`; return starts, counts and their rows."""
+    numbers = -(-counts // SCORED_TOKENS)
+    owners = np.repeat(np.arange(len(counts)), numbers)
+    index = np.arange(len(owners)) - np.repeat(numbers.cumsum() - numbers, numbers)
+    before = (index * SCORED_TOKENS).astype(np.int32)
+    sizes = np.minimum(counts[owners] - before, SCORED_TOKENS)
+    return starts[owners] + before, sizes, owners

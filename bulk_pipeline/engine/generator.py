@@ -14,9 +14,11 @@ from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.engine.sampling import problem_with
 from bulk_pipeline.engine.scheduler import Row, Stats
+from bulk_pipeline.engine.structured import Grammars
 
 QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order
 REPLACEMENT = "\ufffd"
+GRAMMAR = "grammar"  # the reason of an answer that ended because its grammar allows nothing more
 TAIL_SLACK_TOKENS = 8  # decoded before a possible stop string; the first may decode differently
 
 
@@ -93,6 +95,7 @@ class BulkGenerator:
         self._models = list(models)
         self._decoder = decoder
         self._special_ids = _special_ids(decoder)
+        self._grammars = Grammars(decoder, vocab_size)
         self._finished: deque[Completion] = deque()
         self._running = False
         self._loop: Loop | None = make_loop(self.stats, self._finish)
@@ -192,7 +195,7 @@ class BulkGenerator:
             )
         if problem := self._problem_with(request):
             return refused(Status.INVALID, problem)
-        if limit < 1:
+        if limit < 1 and not (limit == 0 and request.prompt_logprobs):
             return refused(Status.INVALID, f"max_new_tokens must be at least 1, got {limit}")
         if len(ids) + limit > self.max_seq_len:
             return refused(
@@ -204,17 +207,17 @@ class BulkGenerator:
         return None
 
     def _problem_with(self, request: Request) -> str | None:
-        if request.sampling.has_penalties and len(self._models) > 1:
-            return (
-                "repetition, frequency and presence penalties do not work with a draft model; "
-                "set generator.draft_model to null"
-            )
-        return problem_with(request.sampling, self._vocab_size)
+        params = request.sampling
+        if len(self._models) > 1 and (unknown := _unknown_to_drafting(request)):
+            return f"{unknown} not work with a draft model; set generator.draft_model to null"
+        if problem := problem_with(params, self._vocab_size):
+            return problem
+        return self._grammars.problem_with(params.structured) if params.structured else None
 
     def _row(self, request: Request) -> Row:
         stop = request.sampling.stop
         tail = _TextTail(stop, self._decoder, self._special_ids) if stop else None
-        return Row(request, tail)
+        return Row(request, tail, self._grammars.start(request.sampling))
 
     def _finish(self, row: Row) -> None:
         completion = _completion(row, self._decoder)
@@ -252,7 +255,7 @@ def _completion(row: Row, decoder: Decoder) -> Completion:
             prompt_tokens=len(row.request.input_ids),
             error=row.error,
         )
-    ended_by_token = ids[-1] in params.stop_token_ids
+    ended_by_token = bool(ids) and ids[-1] in params.stop_token_ids
     text = decoder.decode(list(ids[:-1] if ended_by_token else ids), skip_special_tokens=True)
     status, reason, incomplete = Status.LENGTH, None, False
     if ended_by_token:
@@ -260,8 +263,13 @@ def _completion(row: Row, decoder: Decoder) -> Completion:
     elif row.found_stop_string:
         status = Status.STOP
         text, reason = _cut(text, params.stop)
-    elif text.endswith(REPLACEMENT):
-        text, incomplete = text.rstrip(REPLACEMENT), True
+    elif row.completed_grammar:
+        status, reason = Status.STOP, GRAMMAR
+    else:
+        if row.found_loop:
+            status = Status.LOOP
+        if text.endswith(REPLACEMENT):
+            text, incomplete = text.rstrip(REPLACEMENT), True
     assert row.started is not None
     assert row.first_token is not None
     started, first_token = row.started, row.first_token
@@ -277,7 +285,25 @@ def _completion(row: Row, decoder: Decoder) -> Completion:
         queue_seconds=started - row.queued,
         prefill_seconds=first_token - started,
         generate_seconds=time.monotonic() - first_token,
+        logprobs=None if params.logprobs is None else tuple(row.logprobs),
+        top_logprobs=None if params.logprobs is None else tuple(row.top_logprobs),
+        prompt_logprobs=(
+            None if row.prompt_logprobs is None else tuple(row.prompt_logprobs.tolist())
+        ),
     )
+
+
+def _unknown_to_drafting(request: Request) -> str | None:
+    """Name what a request asks for that needs the scheduler; None where it is nothing."""
+    params = request.sampling
+    asked = {
+        "repetition, frequency and presence penalties do": params.has_penalties,
+        "sampling.structured_output does": params.structured is not None,
+        "sampling.loop_guard does": params.loop_guard is not None,
+        "sampling.logprobs does": params.logprobs is not None,
+        "log-probabilities of the prompt do": request.prompt_logprobs,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:

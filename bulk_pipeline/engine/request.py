@@ -187,7 +187,8 @@ class Completion:
     token_ids
         All tokens generated, the end token (or the stop string's tokens) included.
     stop_reason
-        The stop string, or the end token's id as text, where `status` is ``stop``.
+        The stop string, the end token's id as text, or ``grammar`` where the grammar allows
+        nothing more, where `status` is ``stop``.
     incomplete_character
         Whether bytes of an unfinished character were removed from the end of `text`.
     cached_tokens

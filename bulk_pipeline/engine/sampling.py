@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from bulk_pipeline.engine.request import SamplingParams
+from bulk_pipeline.engine.request import MAX_LOGPROBS, SamplingParams
 from bulk_pipeline.engine.sampling_slots import (
     BIASES,
     ENDS,
@@ -226,6 +226,14 @@ def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
         return f"sampling.repetition_penalty must be above 0, got {params.repetition_penalty}"
     if len(set(params.banned_token_ids)) == vocab_size:
         return f"sampling.banned_token_ids: all {vocab_size} tokens are banned; remove some"
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
+        return f"sampling.logprobs must be 0 to {MAX_LOGPROBS}, got {params.logprobs}"
+    guard = params.loop_guard
+    if guard is not None and not (guard.ngram >= 1 and guard.repeats >= 2):
+        return (
+            "sampling.loop_guard: ngram must be at least 1 and repeats at least 2, got "
+            f"{guard.ngram} and {guard.repeats}"
+        )
     return None
 
 

@@ -184,6 +184,30 @@ class KernelSampler:
         )
 
 
+def mask_in_place(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Overwrite the logits of tokens that must not come with -inf.
+
+    Parameters
+    ----------
+    logits
+        [all rows, vocabulary].
+    rows
+        int64 [rows]: those that have a mask.
+    masks
+        int32 [rows, words]: a set bit lets the token come.
+    """
+    vocab_size = logits.shape[1]
+    _mask_kernel[(len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))](
+        logits,
+        *logits.stride(),
+        rows,
+        masks,
+        masks.stride(0),
+        vocab_size,
+        BLOCK=EDIT_BLOCK,
+    )
+
+
 class _DeviceLists:
     """The device's copy of `SharedLists`."""
 
@@ -621,3 +645,25 @@ def _hold_back_kernel(
         is_written = (places < width) & is_held
         tl.store(logits_ptr + row * logits_stride + ids, -float("inf"), mask=is_written)
         start += BLOCK
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr,
+    row_stride,
+    stride,
+    rows_ptr,
+    masks_ptr,
+    masks_stride,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrite a block of a row's logits with -inf where the token's bit is not set."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = ids < VOCAB_SIZE
+    masks_row = masks_ptr + tl.program_id(0) * masks_stride
+    words = tl.load(masks_row + ids // 32, mask=is_inside, other=-1)
+    is_masked = ((words >> (ids % 32)) & 1) == 0
+    place = logits_ptr + row * row_stride + ids * stride
+    tl.store(place, -float("inf"), mask=is_inside & is_masked)

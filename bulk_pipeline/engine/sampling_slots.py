@@ -170,6 +170,14 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
+def download(values: torch.Tensor) -> torch.Tensor:
+    """Copy to the host without waiting: there once an event recorded after this has come."""
+    if not values.is_cuda:
+        return values
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return on_host.copy_(values, non_blocking=True)
+
+
 def to_int64(value: int) -> int:
     """The signed integer with the bits of an unsigned 64-bit one."""
     value &= (1 << 64) - 1

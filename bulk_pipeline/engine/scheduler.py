@@ -16,9 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
+from bulk_pipeline.engine.loops import LoopSlots
 from bulk_pipeline.engine.pages import PageTable, Prefix
 from bulk_pipeline.engine.request import Request
 from bulk_pipeline.engine.sampling import Sampler
+from bulk_pipeline.engine.sampling_slots import download
+from bulk_pipeline.engine.structured import GrammarSlots, RowGrammar
 from bulk_pipeline.spec import PAGE_TOKENS
 
 NOT_NUMBERS = (
@@ -62,6 +66,28 @@ class PagedModel(Protocol):
             int32 [rows]: tokens of the row in its pages already, and new ones.
         block_table
             int32 [rows, pages]. A row may share pages that another row of the same call writes.
+        """
+
+    def score(
+        self,
+        token_ids: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        block_table: np.ndarray,
+        targets: np.ndarray,
+    ) -> torch.Tensor:
+        """Store the keys and values of prompt tokens, and say how probable their successors are.
+
+        Parameters
+        ----------
+        token_ids, starts, counts, block_table
+            As for `prefill`.
+        targets
+            int64 [sum of `counts`]: the token that follows each of `token_ids`.
+
+        Returns
+        -------
+        The log-probabilities of `targets`, on the device.
         """
 
     def decode(
@@ -139,8 +165,14 @@ class Row:
 
     request: Request
     stop_finder: StopFinder | None = None
+    grammar: RowGrammar | None = None
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     found_stop_string: bool = False
+    completed_grammar: bool = False
+    found_loop: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt_logprobs: np.ndarray | None = None
     error: str | None = None
     cached_tokens: int = 0
     queued: float = field(default_factory=time.monotonic)
@@ -152,6 +184,7 @@ class Row:
     slot: int = -1
     stored: int = 0  # tokens of `context` in pages, or on their way there
     described: int = 0  # of those, tokens that the page table knows of
+    to_score: bool = False  # the log-probabilities of its prompt's tokens are still wanted
 
 
 @dataclass(slots=True)
@@ -161,6 +194,25 @@ class _Step:
     slots: np.ndarray
     serials: np.ndarray
     ids: torch.Tensor
+    logprobs: StepLogprobs | None
+    event: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Scores:
+    """A pass over prompts whose log-probabilities the host has not read.
+
+    Attributes
+    ----------
+    parts
+        Row, first token and number of tokens.
+    done
+        Rows that end with this pass: nothing is to be generated.
+    """
+
+    parts: list[tuple[Row, int, int]]
+    done: list[Row]
+    values: torch.Tensor
     event: torch.cuda.Event | None
 
 
@@ -204,6 +256,9 @@ class Scheduler:
         on_gpu = model.device.type == "cuda"
         self._ahead = (1 if on_gpu else 0) if steps_ahead is None else steps_ahead
         self._sampler = Sampler(max_batch_size, model.vocab_size, model.device)
+        self._logprobs = LogprobSlots(max_batch_size)
+        self._grammars = GrammarSlots(max_batch_size, model.device)
+        self._loops = LoopSlots(max_batch_size)
         self._table_width = -(-max_seq_len // PAGE_TOKENS)
         self._waiting: deque[Row] = deque()
         # by slot
@@ -234,6 +289,9 @@ class Scheduler:
         groups: dict[bytes, list[Row]] = {}
         for row in rows:
             row.context = np.asarray(row.request.input_ids, np.int64)
+            if row.request.prompt_logprobs:
+                row.prompt_logprobs = np.zeros(len(row.context) - 1)
+                row.to_score = True
             groups.setdefault(row.context[:PAGE_TOKENS].tobytes(), []).append(row)
         for group in groups.values():
             group.sort(key=lambda row: -len(row.context))
@@ -243,10 +301,12 @@ class Scheduler:
     def step(self) -> None:
         """Read some prompts, generate a token for every running row, and end what has ended."""
         with self._on_stream():
-            self._read_prompts()
+            scored = self._read_prompts()
             started = self._start_step()
             while len(self._in_flight) > (self._ahead if started else 0):
                 self._finish_step()
+            while len(self._scores) > (self._ahead if scored else 0):
+                self._finish_scores()
 
     def forget(self) -> None:
         """Drop all rows and the content of all pages."""
@@ -266,14 +326,15 @@ class Scheduler:
         self._active_on_device: torch.Tensor | None = None
         self._reading: list[Row] = []
         self._in_flight: deque[_Step] = deque()
+        self._scores: deque[_Scores] = deque()
         self._pages_wanted = 0
 
     # -- prompts
 
-    def _read_prompts(self) -> None:
-        """Run one pass over prompts, where it is worth it."""
+    def _read_prompts(self) -> bool:
+        """Run one pass over prompts, where it is worth it; say whether it scored any."""
         if not self._reading and not self._should_admit():
-            return
+            return False
         self.pages.round += 1
         parts: list[tuple[Row, int, int]] = []
         copies: list[tuple[int, int]] = []
@@ -288,19 +349,47 @@ class Scheduler:
             self._reading.append(row)
             budget -= self._schedule(row, budget, parts)
         self._copy_pages(copies)
-        if parts:
-            rows = [row for row, _, _ in parts]
-            ids = [row.context[start : start + count] for row, start, count in parts]
-            self.model.prefill(
-                np.concatenate(ids),
-                np.array([start for _, start, _ in parts], np.int32),
-                np.array([count for _, _, count in parts], np.int32),
-                _table([row.pages for row in rows]),
-            )
-            self._stats.prefill_tokens += sum(map(len, ids))
         ready = [row for row in self._reading if row.stored == len(row.context) - 1]
         self._reading = [row for row in self._reading if row.stored < len(row.context) - 1]
-        self._activate(ready)
+        done = [row for row in ready if not row.request.sampling.max_new_tokens]
+        # first, because others may share the pages of rows that are scored, which share none
+        scored = self._score([part for part in parts if part[0].to_score], done)
+        plain = [part for part in parts if not part[0].to_score]
+        if plain:
+            self.model.prefill(*_packed(plain))
+        self._stats.prefill_tokens += sum(count for _, _, count in parts)
+        for row in ready:
+            row.to_score = False
+        self._activate([row for row in ready if row.request.sampling.max_new_tokens])
+        return scored
+
+    def _score(self, parts: list[tuple[Row, int, int]], done: list[Row]) -> bool:
+        """Run a pass that says how probable the prompts' tokens are; say whether it is needed."""
+        if not parts and not done:
+            return False
+        values = torch.empty(0)
+        if parts:
+            targets = [row.context[start + 1 : start + count + 1] for row, start, count in parts]
+            values = download(self.model.score(*_packed(parts), np.concatenate(targets)))
+        self._scores.append(_Scores(parts, done, values, self._event()))
+        return True
+
+    def _finish_scores(self) -> None:
+        """Read the oldest log-probabilities of prompts, and end the rows that wait for no more."""
+        scores = self._scores.popleft()
+        if scores.event is not None:
+            scores.event.synchronize()
+        values, first = scores.values.double().numpy(), 0
+        for row, start, count in scores.parts:
+            assert row.prompt_logprobs is not None
+            row.prompt_logprobs[start : start + count] = values[first : first + count]
+            first += count
+            if np.isnan(row.prompt_logprobs[start : start + count]).any():
+                row.error = NOT_NUMBERS
+        now = time.monotonic()
+        for row in scores.done:
+            row.first_token = now
+        self._end(np.array([row.slot for row in scores.done], np.int64))
 
     def _should_admit(self) -> bool:
         if not self._waiting or not self._free_slots:
@@ -314,8 +403,9 @@ class Scheduler:
     def _admit(self, row: Row, copies: list[tuple[int, int]], has_parts: bool) -> bool:
         """Give a row a slot and pages; say whether there was room, and it need not wait."""
         ids = row.context[:-1]
-        prefix = self.pages.match(ids)
-        if has_parts and self._is_worth_waiting(ids, prefix):
+        # what is scored must go through the model
+        prefix = Prefix() if row.to_score else self.pages.match(ids)
+        if has_parts and not row.to_score and self._is_worth_waiting(ids, prefix):
             return False
         num_new = len(ids) // PAGE_TOKENS + 1 - len(prefix.pages)
         running = self._batch - len(self._free_slots)
@@ -355,7 +445,11 @@ class Scheduler:
         self._ends[slot] = -1
         self._ends[slot, : len(params.stop_token_ids)] = params.stop_token_ids
         self._looks_for_text[slot] = row.stop_finder is not None
-        self._sampler.add(slot, params, row.request.input_ids, row.token_ids.tolist())
+        generated = row.token_ids.tolist()
+        self._sampler.add(slot, params, row.request.input_ids, generated)
+        self._logprobs.enter(slot, params.logprobs)
+        self._grammars.enter(slot, row.grammar)
+        self._loops.enter(slot, params.loop_guard, generated)
 
     def _is_worth_waiting(self, ids: np.ndarray, prefix: Prefix) -> bool:
         """Whether the pass being put together computes much that the row could copy afterwards."""
@@ -415,6 +509,7 @@ class Scheduler:
         slots = self._active
         if not len(slots):
             return False
+        serials = self._serials[slots]
         if self._active_on_device is None:
             self._active_on_device = self._to_device(slots)
         index = self._active_on_device
@@ -425,26 +520,29 @@ class Scheduler:
             self._device_table[index],
             int(self._lengths[slots].max()) + 1,
         )
+        # one column is enough: what is not a number spreads to all logits of a row
+        is_broken = logits[:, 0].isnan()
+        logprobs = self._logprobs.begin(logits, slots)
+        if self._grammars.is_any(slots):
+            # a mask needs the tokens before it; the device is busy with the pass meanwhile
+            while self._in_flight:
+                self._finish_step()
+            logits = self._grammars.mask(logits, slots)
         ids = self._sampler.sample(logits, slots, index, positions)
+        if logprobs is not None:
+            logprobs.choose(logits, ids)
         self._device_ids[index] = ids
         self._device_lengths[index] = lengths + 1
         self._device_positions[index] = positions + 1
-        # one column is enough: what is not a number spreads to all logits of a row
-        ids = ids.masked_fill(logits[:, 0].isnan(), NO_TOKEN)
-        event = None
-        if ids.is_cuda:
-            on_host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            ids = on_host.copy_(ids, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._in_flight.append(_Step(slots, self._serials[slots], ids, event))
+        ids = download(ids.masked_fill(is_broken, NO_TOKEN))
+        self._in_flight.append(_Step(slots, serials, ids, logprobs, self._event()))
         self._lengths[slots] += 1
         self._scheduled[slots] += 1
         self._stats.steps += 1
         self._stats.rows += len(slots)
-        at_limit = self._scheduled[slots] >= self._limits[slots]
-        if at_limit.any():
-            self._set_active(slots[~at_limit])
+        at_limit = slots[self._scheduled[slots] >= self._limits[slots]]
+        if len(at_limit):
+            self._set_active(self._active[~np.isin(self._active, at_limit)])
         return True
 
     def _finish_step(self) -> None:
@@ -453,6 +551,8 @@ class Scheduler:
         if step.event is not None:
             step.event.synchronize()
         alive = self._serials[step.slots] == step.serials
+        if step.logprobs is not None:
+            self._keep_logprobs(step.logprobs, np.where(alive, step.slots, -1))
         slots, ids = step.slots[alive], step.ids.numpy()[alive]
         if (ids == NO_TOKEN).any():
             broken = slots[ids == NO_TOKEN]
@@ -474,9 +574,26 @@ class Scheduler:
             assert row.stop_finder is not None
             if row.stop_finder.ends_with_stop(int(ids[place])):
                 row.found_stop_string = ended[place] = True
+        for place in np.nonzero(self._grammars.advance(slots, ids, ended))[0]:
+            row = self._row(slots[place])
+            assert row.grammar is not None
+            row.error = row.grammar.error
+            row.completed_grammar = ended[place] = True
+        looping = self._loops.loops(slots, self._tokens, places) & ~ended
+        for slot in slots[looping]:
+            self._row(slot).found_loop = True
+        ended |= looping
         ended |= self._generated[slots] >= self._limits[slots]
         if ended.any():
             self._end(slots[ended])
+
+    def _keep_logprobs(self, logprobs: StepLogprobs, slots: np.ndarray) -> None:
+        """Give the log-probabilities of a step to its rows; a slot of -1 has none."""
+        for place, chosen, best in logprobs.read():
+            if slots[place] >= 0:
+                row = self._row(slots[place])
+                row.logprobs.append(chosen)
+                row.top_logprobs.append(best)
 
     def _end(self, slots: np.ndarray) -> None:
         gone = np.isin(self._active, slots)
@@ -530,6 +647,8 @@ class Scheduler:
         while page is None:
             while self._in_flight:  # rows may have ended, and tokens must not be lost
                 self._finish_step()
+            while self._scores:
+                self._finish_scores()
             page = self.pages.take_one()
             if page is None and self._rows[row.slot] is row:
                 self._preempt(int(np.argmax(self._serials)))
@@ -555,6 +674,14 @@ class Scheduler:
         assert row is not None
         return row
 
+    def _event(self) -> torch.cuda.Event | None:
+        """Mark this place in the device's work; None where the host does the work itself."""
+        if self.model.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
     def _set_active(self, slots: np.ndarray) -> None:
         self._active, self._active_on_device = slots, None
 
@@ -570,6 +697,18 @@ class Scheduler:
         if self.model.device.type == "cpu":
             return tensor.clone()
         return tensor.pin_memory().to(self.model.device, non_blocking=True)
+
+
+def _packed(
+    parts: list[tuple[Row, int, int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of a pass over parts of prompts: row, first token, number of tokens."""
+    return (
+        np.concatenate([row.context[start : start + count] for row, start, count in parts]),
+        np.array([start for _, start, _ in parts], np.int32),
+        np.array([count for _, _, count in parts], np.int32),
+        _table([row.pages for row, _, _ in parts]),
+    )
 
 
 def _table(pages: Sequence[Sequence[int]]) -> np.ndarray:

@@ -475,6 +475,32 @@ class TestDenseModel:
         for row, tokens in enumerate(rows):
             assert agree(found[row], reference_logits(reference, tokens)[-1])
 
+    @pytest.mark.parametrize("slice_tokens", [7, 512])
+    def test_scores_are_those_of_transformers(self, slice_tokens, monkeypatch):
+        """Of rows with and without a prefix, and what they store is of use afterwards."""
+        monkeypatch.setattr(dense, "SCORED_TOKENS", slice_tokens)
+        reference = make_reference("llama")
+        rows, table = prompts([100, 2, 66]), random_table(3, 2)
+        model = make_dense(reference, 9)
+        starts = [70, 0, 0]
+        prefill(model, [rows[0][:70]], [0], table[:1])
+        found = model.score(
+            np.concatenate([row[a:-1] for a, row in zip(starts, rows, strict=True)]),
+            np.array(starts, np.int32),
+            np.array([29, 1, 65], np.int32),
+            table.cpu().numpy(),
+            np.concatenate([row[a + 1 :] for a, row in zip(starts, rows, strict=True)]),
+        )
+        assert (found.shape, found.dtype) == ((29 + 1 + 65,), torch.float32)
+        wanted = []
+        for row, start in zip(rows, starts, strict=True):
+            table_of_row = reference_logits(reference, row).float().log_softmax(-1)
+            wanted.append(table_of_row[torch.arange(start, len(row) - 1), row[start + 1 :]])
+        assert (found - torch.cat(wanted)).abs().max() < 0.02
+        logits = step(model, [row[-1] for row in rows], [len(row) - 1 for row in rows], table)
+        for line, row in zip(logits, rows, strict=True):
+            assert agree(line, reference_logits(reference, row)[-1])
+
     def test_gathered_keys_are_bounded(self, monkeypatch):
         monkeypatch.setattr(dense, "GATHERED_TOKENS", 80)
         reference = make_reference("llama")

@@ -25,6 +25,7 @@ from bulk_pipeline.engine.request import SamplingParams  # noqa: E402
 from bulk_pipeline.engine.sampling import GAMMA, Sampler, _mix, uniform  # noqa: E402
 from bulk_pipeline.engine.sampling_kernel import KernelSampler  # noqa: E402
 from bulk_pipeline.engine.sampling_slots import to_int64  # noqa: E402
+from bulk_pipeline.engine.structured import masked  # noqa: E402
 from bulk_pipeline_tests.engine.test_sampling import PROBABILITIES, SUPPORTS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -442,3 +443,18 @@ def test_nothing_waits_for_the_device():
             sampler.sample(logits.clone(), np.arange(8), slots, slots)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_masks_are_those_of_the_reference(dtype):
+    """In a view, as the models return it; rows without a mask keep all."""
+    vocab_size = 1001 if HAS_GPU else 301
+    whole = torch.randn(5, vocab_size + 19).to(dtype)
+    rows = torch.tensor([3, 0, 1])
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), dtype=torch.int32)
+    found = whole.clone().to(DEVICE)
+    sampling_kernel.mask_in_place(found[:, :vocab_size], rows.to(DEVICE), masks.to(DEVICE))
+    expected = whole.clone()
+    expected[rows, :vocab_size] = masked(whole[rows, :vocab_size], masks)
+    assert torch.equal(found.cpu(), expected)
+    assert 0.4 < expected[rows].isinf().float().mean() < 0.6
