@@ -127,5 +127,6 @@ def _tell_next_steps(
         f"bulk-pipeline run --until prompts {name}",
         f"bulk-pipeline plan {name}",
         f"bulk-pipeline run {name}",
+        f"bulk-pipeline show {name}",
     ]
     click.echo("next:\n" + "\n".join(f"  {line}" for line in lines if line))
