@@ -79,7 +79,7 @@ def message(result: dict[str, Any]) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> SimpleNamespace:
-    """A file with twelve kinds of lines."""
+    """A file with a line of each kind."""
     lines = [
         chat("plain"),
         chat("samples", n=3, temperature=0.8, seed=5),
