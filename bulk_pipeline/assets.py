@@ -3,11 +3,15 @@
 Each works on one partition after the other (`partition_loop`).
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import dagster as dg
+
+# Dagster has no other name for a value that is an object in this process and a text elsewhere.
+from dagster._core.definitions.metadata.metadata_value import ObjectMetadataValue
 from pydantic import Field, create_model
 
 from bulk_pipeline.checks import check_specs
@@ -120,10 +124,17 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
         "check_specs": check_specs(table, key),
         "metadata": {
             "bulk_pipeline/root": spec.output.root,
-            **({SPEC: spec} if table == COMPLETIONS else {}),
+            **({SPEC: _spec_metadata(spec)} if table == COMPLETIONS else {}),
         },
         "kinds": {"parquet"},
     }
+
+
+def _spec_metadata(spec: BulkInferenceSpec) -> ObjectMetadataValue:
+    """The settings themselves, for this process; the UI shows the sampling."""
+    sampling = spec.sampling.model_dump(mode="json", exclude_unset=True)
+    shown = ", ".join(f"{name} {json.dumps(value)}" for name, value in sampling.items())
+    return ObjectMetadataValue(f"sampling: {shown or 'neutral'}", instance=spec)
 
 
 def _raw_dataset(spec: BulkInferenceSpec) -> dg.AssetsDefinition:

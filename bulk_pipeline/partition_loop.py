@@ -133,6 +133,9 @@ def _work_on(
         seconds = time.monotonic() - started
         context.log.info(f"partition {key}: {report.rows} rows in {seconds:.1f} s")
         metadata = _metadata(store, table, report) | extra(key)
+        metadata = {
+            name: _shown(name, value) for name, value in metadata.items() if value not in ([], {})
+        }
         context.add_asset_metadata(metadata, partition_key=key)
         context.log_event(
             dg.AssetMaterialization(context.asset_key, metadata=metadata, partition=key)
@@ -181,6 +184,15 @@ def _log_check(context: dg.AssetExecutionContext, result: dg.AssetCheckResult) -
             description=result.description,
         )
     )
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A value of the metadata as the UI shows it well."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")  # the rest of the digits is noise
+    if isinstance(value, str) and name.startswith("path_"):
+        return dg.MetadataValue.path(value)
+    return value
 
 
 def _metadata(store: Store, table: str, report: StageReport) -> dict[str, Any]:

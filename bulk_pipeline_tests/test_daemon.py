@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +179,12 @@ class Dev:
 
 
 @contextmanager
-def dagster_dev(project: Path) -> Iterator[Dev]:
+def dagster_dev(project: Path, *arguments: str) -> Iterator[Dev]:
+    """Start it in the project's folder; when the block ends, all its processes are gone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "dagster"), "dev", "-m", LOCATION]
+    command = [str(Path(sys.executable).parent / "dagster"), "dev", *arguments]
     with (
         dg.DagsterInstance.from_config(str(project / "home")) as instance,
         (project / "dev.log").open("w") as log,
@@ -204,10 +205,11 @@ def dagster_dev(project: Path) -> Iterator[Dev]:
             yield dev
         finally:
             os.killpg(process.pid, signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
@@ -252,7 +254,7 @@ def test_sensor_schedule_backfill_and_the_gpu_pool(project: Path, toy: Path) -> 
     nightly, nightly_store = open_dataset(project, "nightly", toy)
     _, stopped_store = open_dataset(project, "stopped", toy)
     finish_outside_dagster(nightly, nightly_store, "b")
-    with dagster_dev(project) as dev:
+    with dagster_dev(project, "-m", LOCATION) as dev:
         # A backfill of five partitions, and meanwhile a sensor that finds three new files.
         dev.instance.add_dynamic_partitions("stopped_partitions", keys)
         first = dev.launch_backfill("stopped", keys)

@@ -235,6 +235,29 @@ def test_a_run_may_ask_to_redo_answers(spec, tmp_path, redo, requests):
         assert metadata["requests_run"].value == requests
 
 
+def test_the_metadata_has_no_noise(spec, tmp_path):
+    defs = build_bulk_inference_defs({**spec, "output": {"formats": ["jsonl"]}}, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = materialize(defs, instance, keys=("first", "first"))
+    shown = {
+        table: next(
+            found.metadata
+            for found in result.asset_materializations_for_node(f"data__{table}")
+            if "path" in found.metadata
+        )
+        for table in TABLES
+    }
+    values = [value.value for metadata in shown.values() for value in metadata.values()]
+    floats = [number for number in values if isinstance(number, float)]
+    assert floats
+    assert all(number == float(f"{number:.4g}") for number in floats)
+    assert isinstance(shown["output"]["path_jsonl"], dg.PathMetadataValue)
+    assert {"id_columns", "row_errors"} <= shown["raw_dataset"].keys()
+    assert [] not in values
+    assert {} not in values
+
+
 def test_a_bad_partition_fails_the_last_step_that_the_run_has(spec, tmp_path):
     (tmp_path / "rows" / "second.jsonl").write_text('{"text": "torn')
     defs = build_bulk_inference_defs(spec, tmp_path)

@@ -98,7 +98,7 @@ def _completions_assets(definitions: dg.Definitions) -> dict[str, dg.AssetsDefin
 
 
 def _spec(asset: dg.AssetsDefinition) -> BulkInferenceSpec:
-    spec = _metadata(asset)[SPEC]
+    spec = getattr(_metadata(asset)[SPEC], "instance", None)
     assert isinstance(spec, BulkInferenceSpec)
     return spec
 
