@@ -201,3 +201,11 @@ def test_the_targets_of_make_are_there():
     for page in PAGES:
         for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.M):
             assert f"\n{target}:" in makefile, f"{page.name}: make {target}"
+
+
+def test_quoted_measurements_are_those_of_the_benchmarks():
+    _, _, section = (DOCS / "how_it_works.md").read_text().partition("## Batch invariance")
+    rows = re.findall(r"^\| .*", section, re.M)
+    assert len(rows) > 2
+    benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
+    assert not [row for row in rows if row not in benchmarks]
