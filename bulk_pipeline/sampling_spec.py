@@ -5,7 +5,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from bulk_pipeline.engine.request import MAX_LOGPROBS
 
@@ -95,6 +102,10 @@ class StructuredOutputSpec(Settings):
                 f"got {' and '.join(given) or 'none'}"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
 
     def read_file(self) -> Self:
         """The same with the schema in place of the path of its file.
@@ -216,8 +227,9 @@ class SamplingSpec(Settings):
     prompt_logprobs: bool = Field(
         False,
         description="Score the prompts: the log-probability of each of their tokens but the first, "
-        "and their perplexity (columns prompt_logprobs and perplexity). With max_new_tokens: 0 "
-        "nothing is generated.",
+        "their sum and the prompt's perplexity (columns prompt_logprobs, "
+        "cumulative_prompt_logprob and perplexity). With max_new_tokens: 0 nothing is generated. "
+        "To choose among given answers, give each a row and compare the sums.",
     )
     best_of: int | None = Field(
         None,

@@ -182,6 +182,7 @@ LOGPROB_FIELDS = tuple(
 )
 PROMPT_LOGPROB_FIELDS = (
     COMPLETIONS_SCHEMA.field("prompt_logprobs"),
+    _field("cumulative_prompt_logprob", pa.float64(), "The sum of prompt_logprobs"),
     _field("perplexity", pa.float64(), "Of the prompt: e to the mean of -prompt_logprobs"),
 )
 REASONING_FIELD = _field("reasoning", pa.string(), "What the model thought before its answer")

@@ -120,8 +120,9 @@ def data(tmp_path: Path, toy: Path):
         {"max_new_tokens": 9},  # which is not part of a request's key
         {"seed": 1},
         {"stop_token_ids": [7], "banned_token_ids": [119, 182], "logit_bias": {"9": -1.0}},
+        {"structured_output": {"choice": ["yes", "no"]}, "logprobs": 0},
     ],
-    ids=["temperature and limit", "limit", "seed", "lists"],
+    ids=["temperature and limit", "limit", "seed", "lists", "structure"],
 )
 def test_a_change_stays_with_its_partition_until_it_is_reset(data, sampling):
     assert data.num_run() == {"first": 3, "second": 3}

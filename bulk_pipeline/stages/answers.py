@@ -70,7 +70,7 @@ class Answers:
             stored += LOGPROB_FIELDS[1:2]
         if sampling.get("prompt_logprobs"):
             stored.append(PROMPT_LOGPROB_FIELDS[0])
-            made.append(PROMPT_LOGPROB_FIELDS[1])
+            made += PROMPT_LOGPROB_FIELDS[1:]
         self.columns_read = [field.name for field in stored]
         self.fields = [*stored, *made]
         _check_names(self.fields, source_names)
@@ -87,7 +87,8 @@ class Answers:
         if prompts is not None:
             columns["reasoning"], columns["completion"] = self._split(completions, prompts)
         if "prompt_logprobs" in columns:
-            columns["perplexity"] = _perplexity(columns["prompt_logprobs"])
+            sums, perplexities = _scores(columns["prompt_logprobs"])
+            columns |= {"cumulative_prompt_logprob": sums, "perplexity": perplexities}
         if self._unfolder is not None:
             unfolded = self._unfolder.columns(columns["completion"].to_pylist())
             names = [field.name for field in self._unfolder.fields]
@@ -120,11 +121,10 @@ def _check_names(fields: Sequence[pa.Field], source_names: Sequence[str]) -> Non
         )
 
 
-def _perplexity(logprobs: pa.ListArray) -> pa.Array:
-    """Of each prompt; null where it has no log-probabilities, or a single token."""
+def _scores(logprobs: pa.ListArray) -> tuple[pa.Array, pa.Array]:
+    """Sums, and perplexities; null for a prompt without log-probabilities, or of one token."""
+    rows = [np.array(row, np.float64) if row else None for row in logprobs.to_pylist()]
     with np.errstate(over="ignore"):
-        values = [
-            float(np.exp(-np.mean(row, dtype=np.float64))) if row else None
-            for row in logprobs.to_pylist()
-        ]
-    return pa.array(values, pa.float64())
+        perplexities = [None if row is None else float(np.exp(-row.mean())) for row in rows]
+    sums = [None if row is None else float(row.sum()) for row in rows]
+    return pa.array(sums, pa.float64()), pa.array(perplexities, pa.float64())

@@ -1,6 +1,7 @@
 """What an answer must be, as the engine takes it; whether it can be made is known beforehand."""
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
@@ -15,34 +16,36 @@ def to_engine(structured: StructuredOutputSpec | None) -> StructuredOutput | Non
     if structured is None:
         return None
     kind: Any
-    ((kind, value),) = structured.model_dump(exclude_none=True).items()
+    ((kind, value),) = structured.model_dump().items()
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return StructuredOutput(kind, text)
 
 
 def check_structured(structured: StructuredOutputSpec | None) -> None:
     """Raise a ValueError, of one line that names the field, if no answer can follow it."""
-    if structured is None:
-        return
+    value = to_engine(structured)
+    if value is not None and (problem := _problem(value)):
+        raise ValueError(f"structured_output.{value.kind}: cannot be used ({problem}); correct it")
+
+
+@lru_cache(1024)  # rows that differ in other settings share it
+def _problem(structured: StructuredOutput) -> str | None:
     from llguidance import LLMatcher
 
     from bulk_pipeline.engine.structured import grammar_of, one_line
 
-    value = to_engine(structured)
-    assert value is not None
-    problem = schema_problem(structured.json_schema)
+    if structured.kind == "json_schema" and (
+        problem := _schema_problem(json.loads(structured.value))
+    ):
+        return problem
     try:
-        problem = problem or one_line(LLMatcher.validate_grammar(grammar_of(value)))
+        return one_line(LLMatcher.validate_grammar(grammar_of(structured))) or None
     except ValueError as error:
-        problem = one_line(str(error))
-    if problem:
-        raise ValueError(f"structured_output.{value.kind}: cannot be used ({problem}); correct it")
+        return one_line(str(error))
 
 
-def schema_problem(schema: Any) -> str | None:
-    """Why a JSON schema is not one, in a line; None also where there is none."""
-    if schema is None:
-        return None
+def _schema_problem(schema: dict[str, Any]) -> str | None:
+    """Why a JSON schema is not one, in a line."""
     try:
         validator_for(schema, Draft202012Validator).check_schema(schema)
     except SchemaError as error:

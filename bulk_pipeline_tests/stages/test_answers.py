@@ -27,6 +27,7 @@ from bulk_pipeline_tests.factories import (
     write_prompts,
     write_raw,
 )
+from bulk_pipeline_tests.stages.test_format import Stage
 
 SCHEMA = {
     "type": "object",
@@ -154,6 +155,12 @@ class TestReasoning:
         assert row["completion"] == "<think>a</think>b"
         assert "reasoning" not in row
 
+    def test_marks_that_no_text_holds_are_refused_before_the_run(self, tmp_path, toy):
+        marks = {"start": "<think>", "end": "<pad>"}
+        message = r"^output.reasoning.end: <pad> is a special token of the model"
+        with pytest.raises(ValueError, match=message):
+            Stage(tmp_path, toy).run(["Hi"], output={"reasoning": marks})
+
     def test_prompts_that_were_made_anew_are_refused(self, tmp_path):
         output(tmp_path, [{"text": "a"}])
         spec = make_spec(tmp_path, output={"reasoning": {}})
@@ -201,6 +208,7 @@ class TestLogprobs:
         sampling = {"prompt_logprobs": True, "max_new_tokens": 0}
         rows = output(tmp_path, answers, sampling=sampling)
         assert rows[0]["prompt_logprobs"] == [-1.0, -3.0]
+        assert rows[0]["cumulative_prompt_logprob"] == -4.0
         assert rows[0]["perplexity"] == pytest.approx(math.e**2)
         assert [row["perplexity"] for row in rows[1:]] == [None, math.inf, None]
 

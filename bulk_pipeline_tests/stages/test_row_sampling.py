@@ -21,7 +21,11 @@ from bulk_pipeline_tests.stages.test_format import Stage, render
 from bulk_pipeline_tests.toy import EOS_ID, PAD_ID, TURN_END_ID
 
 ENDS = (EOS_ID, TURN_END_ID)
-SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "default": None}},
+    "required": ["age"],
+}
 
 
 @pytest.fixture
