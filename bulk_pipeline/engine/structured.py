@@ -225,10 +225,13 @@ def grammar_of(structured: StructuredOutput) -> str:
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Return logits [rows, vocabulary] that are -inf where the bit in `masks` is not set."""
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    bits = (masks[:, ids // BITS] >> (ids % BITS)) & 1
-    return logits.masked_fill(bits == 0, float("-inf"))
+    """Return logits [rows, vocabulary] that are -inf where the bit in `masks` is not set.
+
+    Both on the host; the words of `masks` hold 32 tokens each, the first in the lowest bit.
+    """
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0)
+    return logits.masked_fill(forbidden, float("-inf"))
 
 
 def one_line(text: str) -> str:
