@@ -16,7 +16,7 @@ from exllamav2.generator.dynamic import _randomhash
 
 from bulk_pipeline.engine.request import SamplingParams
 from bulk_pipeline.engine.sampling import SamplingBatch, sample
-from bulk_pipeline.engine.scheduler import Row, Stats
+from bulk_pipeline.engine.scheduler import NO_TOKEN, NOT_NUMBERS, Row, Stats
 from bulk_pipeline.spec import PAGE_TOKENS
 
 NO_PROBABILITY = torch.ones((1, 1))
@@ -108,6 +108,10 @@ class _Job(ExLlamaV2DynamicJob):
         if not self.token_ids:
             self._link_pages()
         ended, token = super().receive_sample(*args)
+        if int(token) == NO_TOKEN:
+            self._row.error = NOT_NUMBERS
+            self._report()
+            return True, token
         self.token_ids.append(int(token))
         # exllamav2 looks for stop strings too, but not while a broken character is pending
         finder = self._row.stop_finder
@@ -119,7 +123,7 @@ class _Job(ExLlamaV2DynamicJob):
 
     def _report(self) -> None:
         row, offset = self._row, time.monotonic() - time.time()
-        row.token_ids = np.array(self.token_ids)
+        row.token_ids = np.array(self.token_ids, np.int64)
         row.cached_tokens = self.cached_pages * PAGE_TOKENS + self.cached_tokens
         row.started = self.time_first_prefill + offset
         row.first_token = self.time_first_token + offset
@@ -200,6 +204,7 @@ class _SamplingModel:
         if self._batch is None:
             self._batch = SamplingBatch.from_params(self._params, vocab_size, logits.device)
         ids = sample(logits, self._batch, self._positions.to(logits.device))
+        ids = ids.masked_fill(logits[:, 0].isnan(), NO_TOKEN)
         return {"logits": ids.view(*input_ids.shape, 1)}
 
 

@@ -58,7 +58,7 @@ class ChunkForward:
         block_table: np.ndarray,
     ) -> None:
         """Store keys and values, in passes over rows of similar length, padded to the longest."""
-        for rows in self._passes(starts, counts, self._max_tokens):
+        for rows in self._passes(starts, counts, block_table, self._max_tokens):
             inputs = _padded(token_ids, starts, counts, block_table, rows)
             self._run(*inputs, preprocess_only=True)
 
@@ -76,7 +76,7 @@ class ChunkForward:
         block_table = block_table[owners]
         ends = counts.cumsum()
         found = []
-        for rows in self._passes(starts, counts, SCORED_TOKENS):
+        for rows in self._passes(starts, counts, block_table, SCORED_TOKENS):
             inputs = _padded(token_ids, starts, counts, block_table, rows)
             logits = self._run(*inputs)["logits"]
             [places] = np.nonzero((np.arange(logits.shape[1]) < counts[rows][:, None]).ravel())
@@ -99,22 +99,32 @@ class ChunkForward:
         logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
         return logits.to(self.device)
 
-    def _passes(self, starts: np.ndarray, counts: np.ndarray, max_tokens: int) -> list[list[int]]:
-        """Group neighbours of similar length; the order stays, because rows may share pages."""
+    def _passes(
+        self, starts: np.ndarray, counts: np.ndarray, block_table: np.ndarray, max_tokens: int
+    ) -> list[list[int]]:
+        """Group neighbours of similar length; the order stays, because rows may share pages.
+
+        A row never reads what another row of its pass writes: flash-attn orders them in no way.
+        """
         passes: list[list[int]] = []
         rows: list[int] = []
+        written: set[int] = set()
         width = own = 0
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+            read = block_table[row, : -(-start // PAGE_TOKENS)].tolist()
             fits = (
                 0 < len(rows) < self._max_rows
                 and count <= width
                 and (len(rows) + 1) * width <= min(max_tokens, MAX_PADDING * (own + count))
                 and start + width <= self._max_positions
+                and written.isdisjoint(read)
             )
             if not fits:
                 passes.append(rows := [])
-                width, own = count, 0
+                width, own, written = count, 0, set()
             rows.append(row)
+            last = -(-(start + count) // PAGE_TOKENS)
+            written.update(block_table[row, start // PAGE_TOKENS : last].tolist())
             own += count
         return passes
 
@@ -137,12 +147,15 @@ class ChunkForward:
             ids.shape[1],
         )
         params.block_index, params.cache_seqlens = table, lengths
-        return self._model.forward_chunk(
+        output = self._model.forward_chunk(
             input_ids=ids.to(self._ids_device),
             attn_params=params,
             cache=self._cache,
             preprocess_only=preprocess_only,
         )
+        if self.stream is not None:  # split over GPUs, exllamav2 leaves another one current
+            torch.cuda.set_stream(self.stream)
+        return output
 
 
 def _padded(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from exllamav2.device import set_device_streams
 
 from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
 from bulk_pipeline.engine.loops import LoopSlots
@@ -412,11 +413,12 @@ class Scheduler:
         reserve = int(np.ceil(running * FREE_SHARE))
         if running and self.pages.num_free < num_new + reserve:
             # several rows' worth, so that prompts are not read one by one
-            self._pages_wanted = num_new * max(1, running // 16) + reserve
+            several = min(num_new * (running // 16), self.pages.num_pages // 16)
+            self._pages_wanted = max(num_new, several) + reserve
             return False
         pages = self.pages.take(prefix, num_new)
         if pages is None:
-            self._pages_wanted = num_new + reserve
+            self._pages_wanted = self.pages.num_free + num_new
             return False
         self._pages_wanted = 0
         if prefix.source is not None:
@@ -547,6 +549,8 @@ class Scheduler:
 
     def _finish_step(self) -> None:
         """Read the tokens of the oldest step that was started, and end the rows that ended."""
+        while self._scores:  # of rows that may end now
+            self._finish_scores()
         step = self._in_flight.popleft()
         if step.event is not None:
             step.event.synchronize()
@@ -679,15 +683,20 @@ class Scheduler:
         if self.model.device.type == "cpu":
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self.model.device))
         return event
 
     def _set_active(self, slots: np.ndarray) -> None:
         self._active, self._active_on_device = slots, None
 
     def _on_stream(self) -> Any:
-        """exllamav2 runs everything on a stream of its own, for each thread anew."""
-        return torch.cuda.stream(getattr(self.model, "stream", None))
+        """exllamav2 runs everything on streams of its own, for each thread anew."""
+        stream = getattr(self.model, "stream", None)
+        if stream is not None:
+            set_device_streams()
+        elif self.model.device.type == "cuda":  # it need not be the current device
+            stream = torch.cuda.current_stream(self.model.device)
+        return torch.cuda.stream(stream)
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.zeros((self._batch, *shape), dtype=dtype, device=self.model.device)

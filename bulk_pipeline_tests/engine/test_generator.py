@@ -162,10 +162,12 @@ class TestStream:
         model.forward_chunk = forward
         assert run_one(generator, [5, 6], max_new_tokens=8).token_ids == expected
 
-    def test_logits_that_are_not_numbers_are_an_error_of_that_row_alone(self, toy_float64):
-        generator = make_generator(toy_float64)
+    @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with a draft model"])
+    def test_logits_that_are_not_numbers_are_an_error_of_that_row_alone(self, toy_float64, drafts):
+        draft = {"draft_model": str(toy_float64)} if drafts else {}
+        generator = make_generator(toy_float64, **draft)
         expected = run_one(generator, [5, 6]).token_ids
-        [model] = generator._models
+        model = generator._models[0]
         forward = model.forward_chunk
 
         def overflowing(input_ids, **kwargs):
@@ -365,6 +367,19 @@ def test_rows_that_give_their_pages_away_lose_nothing(toy_float64, steps_ahead):
     assert answers(small, requests) == expected
     assert small.stats.preemptions > 0
     assert small._loop.pages.num_free == 5
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_a_row_that_ends_at_once_has_the_scores_of_its_prompt(toy_float64, steps_ahead):
+    scores = []
+    for limit in (1, 5):
+        generator = make_generator(toy_float64)
+        generator._loop._ahead = steps_ahead
+        params = make_params(max_new_tokens=limit)
+        [found] = generator.run([Request(0, make_ids(6), params, prompt_logprobs=True)])
+        scores.append(found.prompt_logprobs)
+    assert scores[0] == scores[1]
+    assert all(score < 0 for score in scores[0])
 
 
 def test_long_prompts_are_read_in_chunks_while_others_generate(toy_float64):
