@@ -29,7 +29,7 @@ from bulk_pipeline.spec import (
     PromptSpec,
     SamplingSpec,
 )
-from bulk_pipeline.stages.reasoning import check_reasoning
+from bulk_pipeline.stages.reasoning import check_not_open, check_reasoning
 from bulk_pipeline.stages.row_sampling import (
     RowSampling,
     SamplingReader,
@@ -306,6 +306,8 @@ class Formatter:
         self._prompt, self._tokenizer, self._reader = spec.prompt, tokenizer, reader
         self._sampling_reader = sampling_reader
         self._show_text = spec.output.preview
+        self._reasoning = spec.output.reasoning
+        self._is_structured = spec.sampling.structured_output is not None
         self._template = fix_date(chat_template, date)
         # Llama 3's templates show this variable, and a default where it is not given.
         self._variables: dict[str, str] = (
@@ -343,6 +345,8 @@ class Formatter:
                 f"prompt{reason}; remove prompt.system, or set prompt.chat_template to a family "
                 "or file that takes one"
             )
+        if self._is_structured and self._reasoning is not None:
+            check_not_open(rendered, self._prompt.assistant_prefix, self._reasoning)
 
     def format_batch(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
         """Format a batch of raw rows; the result has as many rows, in the same order."""

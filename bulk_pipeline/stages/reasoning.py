@@ -22,6 +22,15 @@ def is_reasoning_open(prompt: str, prefix: str, marks: ReasoningSpec) -> bool:
     return prompt.removesuffix(prefix).rstrip().endswith(marks.start)
 
 
+def check_not_open(prompt: str, prefix: str, marks: ReasoningSpec) -> None:
+    """Raise a ValueError if answers of a given structure would begin within thoughts."""
+    if is_reasoning_open(prompt, prefix, marks):
+        raise ValueError(
+            f"sampling.structured_output: the prompt opens {marks.start}, and the answer follows "
+            f"the structure from its first token on; set prompt.assistant_prefix to {marks.end!r}"
+        )
+
+
 def split_reasoning(text: str, marks: ReasoningSpec, is_open: bool) -> tuple[str | None, str]:
     """Split a completion into its thoughts, None where there are none, and the answer.
 

@@ -184,14 +184,16 @@ def _older(manifests: dict[str, Manifest], table: str, upstream: tuple[str, ...]
 def _settings_reason(
     recorded: dict[str, Any], expected: dict[str, Any], prefix: str = ""
 ) -> str | None:
+    recorded = {name: value for name, value in recorded.items() if name in expected}
     names = _changed_names(recorded, expected, prefix)
     return f"settings changed: {', '.join(names)}" if names else None
 
 
 def _changed_names(recorded: dict[str, Any], expected: dict[str, Any], prefix: str) -> list[str]:
+    """Names whose values differ; what is off may be in one of the two only, and null."""
     names = []
-    for name, value in sorted(expected.items()):
-        before = recorded.get(name)
+    for name in sorted(recorded.keys() | expected.keys()):
+        before, value = recorded.get(name), expected.get(name)
         if isinstance(before, dict) and isinstance(value, dict):
             names += _changed_names(before, value, f"{prefix}{name}.")
         elif before != value:

@@ -161,6 +161,20 @@ class TestReasoning:
         with pytest.raises(ValueError, match=message):
             Stage(tmp_path, toy).run(["Hi"], output={"reasoning": marks})
 
+    def test_a_structure_within_the_thoughts_is_refused_before_the_run(self, tmp_path, toy):
+        template = tmp_path / "thinks.jinja"
+        template.write_text("{{ messages[-1].content }}\n<think>\n")
+        prompt = {"column": "text", "chat_template": str(template)}
+        settings = {
+            "output": {"reasoning": True},
+            "sampling": {"structured_output": {"choice": ["a"]}},
+        }
+        stage = Stage(tmp_path, toy)
+        with pytest.raises(ValueError, match=r"opens <think>.*set prompt.assistant_prefix to '</"):
+            stage.run(["Hi"], prompt, **settings)
+        (row,) = stage.run(["Hi"], prompt | {"assistant_prefix": "</think>"}, **settings)
+        assert row["status"] == "ready"
+
     def test_prompts_that_were_made_anew_are_refused(self, tmp_path):
         output(tmp_path, [{"text": "a"}])
         spec = make_spec(tmp_path, output={"reasoning": {}})

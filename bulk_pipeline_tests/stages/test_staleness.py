@@ -149,6 +149,10 @@ def test_a_removed_file_is_no_staleness_but_named(spec: BulkInferenceSpec, tmp_p
         ({"output": {"reasoning": {}}}, "output settings changed: reasoning"),
         ({"sampling": {"logprobs": 0}}, "settings changed: sampling.logprobs"),
         (
+            {"sampling": {"structured_output": {"json_schema": {"type": "object"}}}},
+            "settings changed: sampling.structured_output",
+        ),
+        (
             {"sampling": {"from_columns": {"stop": "text"}}},
             "settings changed: sampling.from_columns",
         ),
@@ -163,6 +167,7 @@ def test_changed_settings_are_named_and_cured_by_a_run(
     assert find(changed) == dict.fromkeys("abc", reason)
     run(changed)
     assert find(changed) == {}
+    assert find(spec).keys() == set("abc")  # and back
 
 
 @pytest.mark.parametrize(
