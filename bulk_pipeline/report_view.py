@@ -13,6 +13,7 @@ from bulk_pipeline.store import OUTPUT, Store
 
 REPORT_FILE = "report.html"
 
+MIN_SPACING = 0.02  # of a run's time, between two points of a curve
 MAX_MARKDOWN_BYTES = 90_000  # pictures are left out beyond it
 SLOWEST_COLUMNS = {
     "row_index": "row",
@@ -68,7 +69,7 @@ def charts(report: PartitionReport) -> list[Chart]:
     run = report.longest_run()
     if run is None or not run["points"]:
         return found
-    points = [[0.0, 0, 0, run["points"][0][3]], *run["points"]]
+    points = _spaced([[0.0, 0, 0, run["points"][0][3]], *run["points"]])
     rates = [
         (now[0], (now[2] - then[2]) / (now[0] - then[0]))
         for then, now in pairwise(points)
@@ -81,6 +82,16 @@ def charts(report: PartitionReport) -> list[Chart]:
         curve_chart("completion tokens a second", [(0.0, rates[0][1]), *rates], "seconds"),
         curve_chart("requests in generation at once", [(p[0], p[3]) for p in points], "seconds"),
     ]
+
+
+def _spaced(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """Points so far apart that a rate between two of them says something, the last among them."""
+    least = points[-1][0] * MIN_SPACING
+    kept = [points[0]]
+    for point in points[1:-1]:
+        if min(point[0] - kept[-1][0], points[-1][0] - point[0]) >= least:
+            kept.append(point)
+    return [*kept, points[-1]]
 
 
 def to_markdown(report: PartitionReport) -> str:

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs
+from bulk_pipeline.charts import Curve, Text
 from bulk_pipeline.cli import main
 from bulk_pipeline.engine.request import Completion, Status
-from bulk_pipeline.report import NUM_SAMPLES, NUM_SLOWEST, report_partition
+from bulk_pipeline.report import NUM_SAMPLES, NUM_SLOWEST, PartitionReport, report_partition
 from bulk_pipeline.report_view import MAX_MARKDOWN_BYTES, charts, to_html, to_json, to_markdown
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.tables import finished_partitions
@@ -182,6 +183,16 @@ def test_the_curve_is_that_of_the_run_that_made_most(spec, store):
     assert report.longest_run()["settings"]["model"] == "toy"
     titles = [chart.title for chart in charts(report)]
     assert "completion tokens a second" in titles
+
+
+def test_points_too_close_together_are_no_rate_of_their_own():
+    points = [[10.0, 1, 50, 4], [20.0, 2, 100, 4], [20.01, 9, 200, 4]]  # 10,000 tokens/s at the end
+    report = PartitionReport("data", KEY, runs=[{"completion_tokens": 200, "points": points}])
+    (curve,) = [c for c in charts(report) if c.title == "completion tokens a second"]
+    texts = [shape.text for shape in curve.shapes if isinstance(shape, Text)]
+    assert "15" in texts  # 150 tokens in the last ten seconds
+    (line,) = [shape for shape in curve.shapes if isinstance(shape, Curve)]
+    assert len(line.points) == 3
 
 
 def test_the_output_asset_carries_the_report_and_its_numbers(tmp_path: Path, toy: Path):
