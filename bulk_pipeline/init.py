@@ -251,7 +251,7 @@ def defs_yaml(
         "output": {"formats": ["openai_batch" if look.is_openai_batch else "jsonl"]},
     }
     value = {"type": "bulk_pipeline.BulkInferenceComponent", "attributes": attributes}
-    head = "# Every setting stands in bulk_pipeline's docs/settings.md; paths start at the project.\n"
+    head = "# Every setting is in bulk_pipeline's docs/settings.md; paths start at the project.\n"
     return head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
 
 
