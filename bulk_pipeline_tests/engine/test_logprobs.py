@@ -245,6 +245,36 @@ class TestOfThePrompt:
             assert completion.token_ids == alone[i].token_ids
             assert completion.prompt_logprobs == pytest.approx(alone[i].prompt_logprobs)
 
+    def test_others_share_the_pages_of_a_row_in_the_same_pass(self, toy_float64):
+        prompt = make_ids(300)
+        scored = Request("scored", prompt, make_params(max_new_tokens=0), prompt_logprobs=True)
+        sharing = Request("sharing", prompt[:256] + make_ids(30, 1), make_params())
+        generator = make_generator(toy_float64, max_chunk_size=1024)
+        found = {c.request_id: c for c in generator.run([scored, sharing])}
+        assert found["sharing"].cached_tokens == 256
+        alone = run_one(make_generator(toy_float64), sharing.input_ids)
+        assert found["sharing"].token_ids == alone.token_ids
+
+    @pytest.mark.parametrize("limit", range(3, 9))
+    def test_are_read_before_a_row_that_waits_for_them_gives_its_pages_away(
+        self, toy_float64, limit
+    ):
+        """Two rows begin their next page in the step that reads a third's prompt to its end."""
+        growing = [
+            Request(i, make_ids(762, i), make_params(max_new_tokens=n))
+            for i, n in enumerate([20, 20, limit])
+        ]
+        prompt = make_ids(700, 9)
+        scored = Request("scored", prompt, make_params(max_new_tokens=0), prompt_logprobs=True)
+        generator = make_generator(
+            toy_float64, max_batch_size=3, cache_tokens=10 * 256, max_chunk_size=4096
+        )
+        generator._loop._ahead = 1
+        found = {c.request_id: c for c in generator.run([*growing, scored])}
+        assert len(found) == 4
+        assert len(found["scored"].prompt_logprobs) == 699
+        assert all(found["scored"].prompt_logprobs)
+
     def test_without_generation_need_the_question(self, generator):
         found = run_one(generator, [5], max_new_tokens=0)
         assert found.status == Status.INVALID
