@@ -155,6 +155,7 @@ class _Samplings:
 
     def __init__(self, model_fingerprint: str):
         self._model_fingerprint = model_fingerprint
+        self._asked: dict[str, _Asked] = {}
         self._hashers: dict[_Asked, KeyHasher] = {}
 
     def asked(self, column: pa.StructArray, ready: np.ndarray) -> list[_Asked | None]:
@@ -165,8 +166,17 @@ class _Samplings:
         if is_same and ready[0]:
             asked = _asked(column[0].as_py())
             return [asked if is_ready else None for is_ready in ready]
-        rows = column.to_pylist()
-        return [_asked(row) if ok else None for row, ok in zip(rows, ready, strict=True)]
+        names = [field.name for field in column.type]
+        rows = zip(*(values.to_pylist() for values in column.flatten()), strict=True)
+        return [self._one(names, row) if ok else None for row, ok in zip(rows, ready, strict=True)]
+
+    def _one(self, names: list[str], row: tuple[Any, ...]) -> _Asked:
+        key = repr(row)
+        if (asked := self._asked.get(key)) is None:
+            if len(self._asked) > BATCH_ROWS:
+                self._asked.clear()
+            asked = self._asked[key] = _asked(dict(zip(names, row, strict=True)))
+        return asked
 
     def hasher(self, asked: _Asked) -> KeyHasher:
         if asked not in self._hashers:
