@@ -234,11 +234,7 @@ def current_fingerprint(settings: GeneratorSettings) -> str | None:
 def engine_outlook(
     settings: GeneratorSettings, partitions: Sequence[PartitionPlan]
 ) -> dict[str, Any]:
-    """What the engine is set to, beside what the prompts ask of it.
-
-    This is where the sizes that the engine would choose itself belong: until it tells them
-    without loading, ``auto`` stands for them, beside what the longest request takes.
-    """
+    """What the engine is set to, beside what the prompts ask of it."""
     longest = max((plan.longest_request for plan in partitions), default=0)
     longest_pages = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     batch = settings.max_batch_size
@@ -253,6 +249,27 @@ def engine_outlook(
         "cache_tokens_of_longest": longest_pages,
         "most_cache_tokens_used": None if batch is None else longest_pages * batch,
     }
+
+
+def add_sizes(plan: Plan, settings: GeneratorSettings) -> None:
+    """Add what ``auto`` stands for on this machine: the batch, the cache, how weights are held.
+
+    Looks at the machine and at the model's files, which imports PyTorch; no weights are loaded.
+    """
+    from bulk_pipeline.engine.doctor import examine
+
+    report = examine(settings)
+    longest = plan.engine["cache_tokens_of_longest"]
+    plan.engine["sizes"] = {
+        "device": report.device,
+        "max_batch_size": report.batch_size,
+        "cache_tokens": report.cache_tokens,
+        "weights_held": report.weights_held,
+        "longest_requests_at_once": (
+            report.cache_tokens // longest if report.cache_tokens and longest else None
+        ),
+    }
+    plan.problems += [problem.text for problem in report.problems if problem.stops]
 
 
 def _complete_manifest(partition: Partition) -> Manifest | None:

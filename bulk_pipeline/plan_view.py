@@ -297,10 +297,24 @@ def _engine(plan: Plan) -> str:
             f"{engine['cache_tokens_of_longest']:,} of the cache"
             f"{'' if most is None else f', a batch of such {most:,}'}"
         )
+    if sizes := engine.get("sizes"):
+        lines.append(_sizes(sizes))
     if plan.last_run and plan.last_run["settings"]:
         shown = ", ".join(f"{name} {value}" for name, value in plan.last_run["settings"].items())
         lines.append(f"last run: {shown}")
     return "\n".join(lines)
+
+
+def _sizes(sizes: dict[str, Any]) -> str:
+    if sizes["cache_tokens"] is None:
+        return f"sizes on this machine ({sizes['device']}): not known"
+    held = f", weights held {sizes['weights_held']}" if sizes["weights_held"] else ""
+    at_once = sizes["longest_requests_at_once"]
+    return (
+        f"sizes on this machine ({sizes['device']}): batches of up to {sizes['max_batch_size']:,}, "
+        f"a cache of {sizes['cache_tokens']:,} tokens"
+        f"{'' if at_once is None else f', {at_once:,} of the longest requests at once'}{held}"
+    )
 
 
 def _estimate(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bulk_pipeline import build_bulk_inference_defs
 from bulk_pipeline.charts import to_png, to_svg
 from bulk_pipeline.lengths import Lengths
-from bulk_pipeline.plan import current_fingerprint, plan_dataset
+from bulk_pipeline.plan import add_sizes, current_fingerprint, plan_dataset
 from bulk_pipeline.plan_view import picture, to_json, to_text
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
@@ -281,3 +281,28 @@ def test_a_plan_on_the_command_line_imports_no_model_library(tmp_path, toy):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 1
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_that_auto_stands_for_on_this_machine(spec, store, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    write_prompts(store, [make_prompt(i) for i in range(3)])
+    found = plan(spec, store)
+    assert "sizes on this machine" not in to_text(found)
+    add_sizes(found, spec.generator)
+    sizes = found.engine["sizes"]
+    assert (sizes["device"], sizes["max_batch_size"]) == ("cpu", 16)
+    assert sizes["cache_tokens"] >= 16 * PAGE
+    assert sizes["longest_requests_at_once"] == sizes["cache_tokens"] // PAGE
+    assert f"a cache of {sizes['cache_tokens']:,} tokens" in to_text(found)
+    assert to_json(found)["engine"]["sizes"] == sizes
+    assert found.problems == []
+
+
+def test_sizes_that_are_impossible_are_a_problem(tmp_path, toy, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "source.jsonl").write_text('{"text": "a"}\n')
+    generator = {"model": str(toy), "device": "cpu", "cache_tokens": 256, "max_seq_len": 600}
+    spec = make_spec(tmp_path, generator=generator)
+    found = plan(spec, make_store(spec))
+    add_sizes(found, spec.generator)
+    assert "must hold one sequence of 600 tokens" in found.problems[-1]

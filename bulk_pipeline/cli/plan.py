@@ -30,6 +30,12 @@ from bulk_pipeline.cli.options import (
     help="Expect this rate of completion tokens, in place of the one measured last.",
 )
 @price_option
+@click.option(
+    "--sizes",
+    is_flag=True,
+    help="Also tell the batch and the cache that auto stands for here; imports PyTorch, loads no "
+    "weights.",
+)
 @click.argument("dataset")
 def plan(
     module: str,
@@ -38,6 +44,7 @@ def plan(
     picture: Path | None,
     tokens_per_second: float | None,
     price_per_hour: float | None,
+    sizes: bool,
     dataset: str,
 ) -> None:
     """Tell what a run would do, before it.
@@ -48,7 +55,7 @@ def plan(
     problem would stop a run.
     """
     from bulk_pipeline import plan_view
-    from bulk_pipeline.plan import plan_dataset
+    from bulk_pipeline.plan import add_sizes, plan_dataset
 
     if picture is not None:
         _check_picture_name(picture)
@@ -61,6 +68,8 @@ def plan(
         raise WrongUseError(error.args[0]) from None
     except (ValueError, OSError) as error:
         raise click.ClickException(f"{dataset}: {error}") from None
+    if sizes:
+        add_sizes(result, found.settings)
     click.echo(to_json(plan_view.to_json(result)) if as_json else plan_view.to_text(result))
     if picture is not None:
         _write_picture(picture, plan_view.picture(result))
