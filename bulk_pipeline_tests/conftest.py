@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from bulk_pipeline_tests.toy import toy_model
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 MODELS = Path(__file__).parent.parent / "data" / "models"
 
