@@ -43,6 +43,7 @@ def progress_numbers(progress: Progress) -> dict[str, int | float]:
         "completion_tokens": progress.completion_tokens,
         "tokens_per_second": progress.tokens_per_second,
         "mean_batch": progress.mean_batch,
+        **({} if progress.cache_use is None else {"cache_use": progress.cache_use}),
         **({} if left is None else {"seconds_left": left}),
     }
 

@@ -48,7 +48,10 @@ class PartitionStatus:
         }
         if self.progress is None:
             return value
-        names = ("requests", "done", "completion_tokens", "seconds", "mean_batch", "updated")
+        names = (
+            "requests", "done", "completion_tokens", "seconds", "mean_batch", "cache_use",
+            "updated",
+        )  # fmt: skip
         return value | {
             **{name: self.progress.get(name) for name in names},
             "tokens_per_second": self.tokens_per_second,
@@ -138,6 +141,8 @@ def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:
         return (*where, f"[{bar}] 0 of {requests}", "loading the model")
     left = status.seconds_left
     numbers = f"{status.tokens_per_second:,.1f} tokens/s, {progress['mean_batch']:.1f} at once"
+    if status.state == RUNNING and progress.get("cache_use") is not None:
+        numbers += f", {progress['cache_use']:.0%} of the cache"
     if status.state == RUNNING:
         numbers += f", {'no estimate yet' if left is None else f'{format_seconds(left)} left'}"
     return (*where, f"[{bar}] {done} of {requests}", numbers)

@@ -100,12 +100,12 @@ def test_a_partition_from_its_prompts_to_its_end(spec, store):
 
 
 def test_a_running_partition_tells_rate_and_rest(store):
-    put_progress(store, done=4, completion_tokens=80, seconds=8.0, mean_batch=2.5)
+    put_progress(store, done=4, completion_tokens=80, seconds=8.0, mean_batch=2.5, cache_use=0.4)
     (found,) = read_status(store)
     assert (found.state, found.tokens_per_second, found.seconds_left) == ("running", 10.0, 12.0)
     text = to_text("data", [found])
     assert "4 of 10" in text
-    assert "10.0 tokens/s, 2.5 at once, 12 s left" in text
+    assert "10.0 tokens/s, 2.5 at once, 40% of the cache, 12 s left" in text
 
 
 def test_a_run_that_loads_its_model_says_so(store):
@@ -164,6 +164,7 @@ def test_a_run_is_observed_in_dagster(dataset, tmp_path, monkeypatch):
     assert found[-1].metadata["rows_to_do"].value == 6 - done[-1]
     assert found[-1].metadata["tokens_per_second"].value > 0
     assert found[-1].metadata["mean_batch"].value > 0
+    assert any(0 < observation.metadata["cache_use"].value <= 1 for observation in found)
 
 
 def test_observations_come_more_rarely_as_time_goes_on(monkeypatch):

@@ -47,6 +47,7 @@ class DraftingLoop:
         stats: Stats,
         on_finish: Callable[[Row], None],
     ) -> None:
+        self._stats = stats
         self._num_draft = num_draft_tokens
         self._on_finish = on_finish
         self.generator = _Generator(
@@ -72,6 +73,8 @@ class DraftingLoop:
         """Read some prompts, draft and generate for every running row, and end what has ended."""
         if self.generator.num_remaining_jobs():
             self.generator.iterate()
+            pages = self.generator
+            self._stats.cache_use = len(pages.referenced_pages) / pages.max_pages
 
     def forget(self) -> None:
         """Drop all rows and the content of all pages."""

@@ -142,6 +142,8 @@ class Stats:
         Sum of the batch sizes of these passes.
     preemptions
         Rows that gave their pages to others for a while.
+    cache_use
+        Share of the cache's pages that running rows hold, as of the last step.
     seconds
         Time inside the generator.
     """
@@ -152,6 +154,7 @@ class Stats:
     steps: int = 0
     rows: int = 0
     preemptions: int = 0
+    cache_use: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -542,6 +545,7 @@ class Scheduler:
         self._scheduled[slots] += 1
         self._stats.steps += 1
         self._stats.rows += len(slots)
+        self._stats.cache_use = 1 - self.pages.num_free / (self.pages.num_pages - 1)
         at_limit = slots[self._scheduled[slots] >= self._limits[slots]]
         if len(at_limit):
             self._set_active(self._active[~np.isin(self._active, at_limit)])

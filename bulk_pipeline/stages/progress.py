@@ -111,6 +111,11 @@ class Progress:
         rows, steps = self._batches()
         return rows / steps if steps else 0.0
 
+    @property
+    def cache_use(self) -> float | None:
+        """Share of the cache that the requests in generation hold; None where it is not known."""
+        return getattr(self._stats, "cache_use", None)
+
     def _batches(self) -> tuple[float, float]:
         """Rows of all batches and the number of batches.
 
@@ -195,6 +200,7 @@ class Progress:
             "completion_tokens": self.completion_tokens,
             "busy_seconds": self.busy_seconds,
             "mean_batch": self.mean_batch,
+            "cache_use": self.cache_use,
             "settings": self.settings,
             "points": self.points,
         }
@@ -203,9 +209,10 @@ class Progress:
         if self.started is None:
             return f"{self.partition}: {self.requests} requests, loading the model"
         left = self.seconds_left
+        cache = "" if self.cache_use is None else f"{self.cache_use:.0%} of the cache in use, "
         return (
             f"{self.partition}: {self.done} of {self.requests} requests, "
-            f"{self.tokens_per_second:.1f} tokens/s, {self.mean_batch:.1f} at once, "
+            f"{self.tokens_per_second:.1f} tokens/s, {self.mean_batch:.1f} at once, {cache}"
             f"{'no estimate yet' if left is None else f'{left:.0f} s left'}"
         )
 

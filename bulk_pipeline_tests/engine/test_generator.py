@@ -497,4 +497,5 @@ def test_stats_count_what_was_done(toy_float64):
     assert stats.prefill_tokens == 80
     assert stats.completion_tokens == stats.rows == 40
     assert (stats.steps, stats.mean_batch_size) == (10, 4.0)
+    assert stats.cache_use == 4 / 8  # a page a row, of 2048 tokens
     assert stats.seconds > 0
