@@ -22,7 +22,7 @@ from bulk_pipeline.engine.loops import LoopSlots
 from bulk_pipeline.engine.pages import PageTable, Prefix
 from bulk_pipeline.engine.request import Request
 from bulk_pipeline.engine.sampling import Sampler
-from bulk_pipeline.engine.sampling_slots import download
+from bulk_pipeline.engine.sampling_slots import download, upload
 from bulk_pipeline.engine.structured import GrammarSlots, RowGrammar
 from bulk_pipeline.spec import PAGE_TOKENS
 
@@ -487,14 +487,16 @@ class Scheduler:
         if not rows:
             return
         slots = np.array([row.slot for row in rows])
-        index = self._to_device(slots)
+        index = upload(slots, self.model.device)
         table = np.zeros((len(rows), self._table_width), np.int32)
         table[:, : max(len(row.pages) for row in rows)] = _table([row.pages for row in rows])
-        self._device_table[index] = self._to_device(table)
+        self._device_table[index] = upload(table, self.model.device)
         last = np.array([row.context[-1] for row in rows])
-        self._device_ids[index] = self._to_device(last)
-        self._device_lengths[index] = self._to_device(self._lengths[slots].astype(np.int32))
-        self._device_positions[index] = self._to_device(self._generated[slots])
+        self._device_ids[index] = upload(last, self.model.device)
+        self._device_lengths[index] = upload(
+            self._lengths[slots].astype(np.int32), self.model.device
+        )
+        self._device_positions[index] = upload(self._generated[slots], self.model.device)
         self._set_active(np.concatenate([self._active, slots]))
 
     def _widen(self, max_new_tokens: int, num_ends: int) -> None:
@@ -516,7 +518,7 @@ class Scheduler:
             return False
         serials = self._serials[slots]
         if self._active_on_device is None:
-            self._active_on_device = self._to_device(slots)
+            self._active_on_device = upload(slots, self.model.device)
         index = self._active_on_device
         lengths, positions = self._device_lengths[index], self._device_positions[index]
         logits = self.model.decode(
@@ -646,7 +648,7 @@ class Scheduler:
                 self._room[slot] += PAGE_TOKENS
         grown = [(slot, place, page) for slot, place, page in grown if self._rows[slot] is not None]
         if grown:
-            on_device = self._to_device(np.array(grown).T.copy())
+            on_device = upload(np.array(grown).T.copy(), self.model.device)
             self._device_table[on_device[0], on_device[1]] = on_device[2].int()
 
     def _take_page(self, row: Row) -> int | None:
@@ -704,12 +706,6 @@ class Scheduler:
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.zeros((self._batch, *shape), dtype=dtype, device=self.model.device)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.model.device.type == "cpu":
-            return tensor.clone()
-        return tensor.pin_memory().to(self.model.device, non_blocking=True)
 
 
 def _packed(
