@@ -323,7 +323,7 @@ def make_loop(
 
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stdout)
     if generator == "bulk_pipeline":
-        changes = dict(_setting(text) for text in arguments.set)
+        changes = dict(setting_of(text) for text in arguments.set)
         return Product(arguments.model, arguments.device, changes)
     most = min(AUTO_ROWS, arguments.rows)
     rows = max(most if batch == "auto" else int(batch) for batch in batches)
@@ -331,7 +331,8 @@ def make_loop(
     return PlainLoop(arguments.model, tokens)
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting_of(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=JSON."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)

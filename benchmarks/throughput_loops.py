@@ -7,6 +7,7 @@ token, prefill included; making the rows, loading and a warm-up are outside.
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,14 @@ class Product:
 
     def run(self, rows: list[Row], sampling: str, most_seconds: float) -> dict[str, Any]:
         """Run the rows; after `most_seconds` (0: no limit) only finished rows count."""
-        requests = make_requests(rows, sampling)
+        outcome = self.run_requests(make_requests(rows, sampling), most_seconds)
+        wanted, tokens = sum(row.max_new_tokens for row in rows), outcome["completion_tokens"]
+        if outcome["whole_run"] and not rows[0].stop_token_ids and tokens != wanted:
+            raise RuntimeError(f"{wanted} tokens were asked for, got {tokens}")
+        return outcome
+
+    def run_requests(self, requests: list[Any], most_seconds: float) -> dict[str, Any]:
+        """Run requests; after `most_seconds` (0: no limit) only finished ones count."""
         stats = self._generator.stats
         before = (stats.steps, stats.rows, stats.prefill_tokens, stats.cached_tokens)
         tokens = done = 0
@@ -174,10 +182,7 @@ class Product:
         _synchronize()
         seconds = time.perf_counter() - started
         completions.close()
-        whole = done == len(rows)
-        wanted = sum(row.max_new_tokens for row in rows)
-        if whole and not rows[0].stop_token_ids and tokens != wanted:
-            raise RuntimeError(f"{wanted} tokens were asked for, got {tokens}")
+        whole = done == len(requests)
         after = (stats.steps, stats.rows, stats.prefill_tokens, stats.cached_tokens)
         steps, in_steps, prefill, cached = (b - a for a, b in zip(before, after, strict=True))
         return _outcome(
@@ -264,8 +269,14 @@ def forward_step_seconds(model: Any, cache: Any, batch: int, most_seconds: float
         return (time.perf_counter() - started) / count
 
 
-def make_requests(rows: list[Row], sampling: str) -> list[Any]:
-    """Return the rows as the project's requests."""
+def make_requests(
+    rows: list[Row],
+    sampling: str,
+    changes: Callable[[int], dict[str, Any]] = lambda number: {},
+    *,
+    prompt_logprobs: bool = False,
+) -> list[Any]:
+    """Return the rows as the project's requests; `changes` are a row's other settings."""
     from bulk_pipeline.engine.request import Request, SamplingParams
 
     temperature, top_p = SAMPLING[sampling]
@@ -274,12 +285,16 @@ def make_requests(rows: list[Row], sampling: str) -> list[Any]:
             number,
             row.input_ids,
             SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                max_new_tokens=row.max_new_tokens,
-                seed=number,
-                stop_token_ids=row.stop_token_ids,
+                **{
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "max_new_tokens": row.max_new_tokens,
+                    "seed": number,
+                    "stop_token_ids": row.stop_token_ids,
+                }
+                | changes(number)
             ),
+            prompt_logprobs,
         )
         for number, row in enumerate(rows)
     ]

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SEED = 1
 PAGE_TOKENS = 256
-SPECIAL_IDS = 300  # ids at both ends of the vocabulary that prompts leave out
+SPECIAL_IDS = 300  # ids at both ends of the vocabulary that prompts leave out, of a large one
 LONG_PROMPT = 2000
 SHARED_PREFIX, OWN_SUFFIX = 1500, 50
 STOP_EVERY = 160  # one token id in so many is a stop token
@@ -47,14 +47,15 @@ class Row:
 def make_work(workload: str, num_rows: int, vocab_size: int, variant: int = 0) -> list[Row]:
     """Return the first rows of a workload."""
     random_numbers = random.Random(SEED)
-    num_ids = vocab_size - 2 * SPECIAL_IDS
+    special_ids = min(SPECIAL_IDS, vocab_size // 8)
+    num_ids = vocab_size - 2 * special_ids
     stop_ids = tuple(range(STOP_EVERY // 2, vocab_size, STOP_EVERY))
 
     def ids(count: int) -> list[int]:
         drawn = (
-            random_numbers.randrange(SPECIAL_IDS, vocab_size - SPECIAL_IDS) for _ in range(count)
+            random_numbers.randrange(special_ids, vocab_size - special_ids) for _ in range(count)
         )
-        return [SPECIAL_IDS + (i - SPECIAL_IDS + variant) % num_ids for i in drawn]
+        return [special_ids + (i - special_ids + variant) % num_ids for i in drawn]
 
     def rows() -> Iterator[Row]:
         prefix = ids(SHARED_PREFIX) if workload == "shared_prefix" else []
