@@ -280,6 +280,51 @@ class GeneratorSettings(BaseModel):
     num_draft_tokens: int = Field(
         4, ge=1, le=16, description="Tokens drafted a step, where there is a draft model; 1 to 16."
     )
+    speculative: Literal["off", "auto", "ngram"] = Field(
+        "off",
+        description="Draft without a model, for small batches: where the last tokens of a row "
+        "stood before, in its prompt or its answer, what followed them there is checked in one "
+        "pass with the next token. ngram drafts at any batch, auto while at most "
+        "`speculative_max_rows` rows run.",
+    )
+    speculative_max_rows: int = Field(
+        8,
+        ge=1,
+        le=4096,
+        description="Most rows that run while speculative: auto drafts; 1 to 4096.",
+    )
+    num_speculative_tokens: int = Field(
+        4, ge=1, le=16, description="Most tokens of a row drafted by n-grams a step; 1 to 16."
+    )
+    prompt_lookup_max: int = Field(
+        4, ge=1, le=16, description="Most of a row's last tokens that n-grams look for; 1 to 16."
+    )
+    prompt_lookup_min: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="Fewest of a row's last tokens that n-grams look for; at most "
+        "`prompt_lookup_max`.",
+    )
+
+    @field_validator("speculative", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False or value is None else value  # YAML reads off as false
+
+    @model_validator(mode="after")
+    def _drafts_in_one_way(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+        if self.speculative != "off" and self.draft_model:
+            raise ValueError(
+                f"speculative: {self.speculative} does not work with draft_model; set it to off, "
+                "or draft_model to null"
+            )
+        return self
 
 
 class ReasoningSpec(Settings):

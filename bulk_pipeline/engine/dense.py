@@ -475,6 +475,21 @@ class DenseModel:
             logits = F.linear(buffers.hidden[:bucket], self._weights.head)
         return logits[:rows, : self.vocab_size]
 
+    def verify(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        max_length: int,
+        counts: np.ndarray,
+    ) -> torch.Tensor:
+        """Run several new tokens of each row; returns logits [tokens, vocabulary] in float16.
+
+        Each token is a row to `decode`: every layer writes the keys and values of all rows before
+        any of them reads, and a row reads as far as its own length.
+        """
+        return self.decode(token_ids, lengths, block_table, max_length)
+
     def _buffers_for(self, bucket: int, pages: int) -> _Buffers:
         buffers = self._buffers
         if buffers is None or len(buffers.ids) < bucket or buffers.table.shape[1] != pages:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from exllamav2.attn_params import PagedParams
 
 from bulk_pipeline.engine.logprobs import log_probabilities
@@ -98,6 +99,42 @@ class ChunkForward:
         output = self._run(token_ids[:, None], lengths, table, max_length=max_length)
         logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
         return logits.to(self.device)
+
+    def verify(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        max_length: int,
+        counts: np.ndarray,
+    ) -> torch.Tensor:
+        """Run several new tokens of each row, padded to the most; return [tokens, vocab_size]."""
+        width = int(counts.max())
+        if max_length + width > self._max_positions:  # no room for padding
+            split = (t.split(counts.tolist()) for t in (token_ids, lengths, block_table))
+            logits = [
+                self._verify(ids[None], before[:1], table[:1], max_length)
+                for ids, before, table in zip(*split, strict=True)
+            ]
+            return torch.cat(logits)
+        firsts = (counts.cumsum() - counts)[:, None]
+        offsets = np.arange(width)
+        padded = upload(firsts + np.minimum(offsets, counts[:, None] - 1), self.device)
+        rows = padded[:, 0]
+        found = self._verify(
+            token_ids[padded], lengths[rows], block_table[rows], max_length + width - 1
+        )
+        return found[upload(np.flatnonzero(offsets < counts[:, None]), self.device)]
+
+    def _verify(
+        self, ids: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, max_length: int
+    ) -> torch.Tensor:
+        """Return the logits of ids [rows, tokens], one row after the other."""
+        more_pages = -(-max_length // PAGE_TOKENS) - table.shape[1]
+        # what padding writes past a row's pages goes to the scratch page
+        table = F.pad(table, (0, more_pages)).contiguous()
+        logits = self._run(ids, lengths, table, max_length=max_length)["logits"]
+        return logits.flatten(0, 1)[:, : self.vocab_size].to(self.device)
 
     def _passes(
         self, starts: np.ndarray, counts: np.ndarray, block_table: np.ndarray, max_tokens: int

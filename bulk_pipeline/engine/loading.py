@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from bulk_pipeline.engine.folders import read_cache_shape, read_weights
 from bulk_pipeline.engine.memory import auto_batch_size
 from bulk_pipeline.engine.model_files import device_extras
+from bulk_pipeline.engine.ngram import NgramSettings
 from bulk_pipeline.engine.stand_in import EXTENSION, install_stand_in, is_stand_in_installed
 from bulk_pipeline.engine.tokenizer import (
     check_weights,
@@ -88,7 +89,7 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
         int(read_config(folder)["vocab_size"]),
         torch.cuda.get_device_properties(0).total_memory,
     )
-    rows = batch_size * (num_draft + 1)
+    rows = step_tokens(settings, batch_size)
     tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
     if tokens is not None:
         _check_cache_holds(settings, tokens - num_draft)
@@ -148,6 +149,26 @@ def cpu_batch_size(settings: GeneratorSettings) -> int:
     return settings.max_batch_size or CPU_BATCH_SIZE
 
 
+def ngram_settings(settings: GeneratorSettings) -> NgramSettings | None:
+    """Return how n-grams are drafted; None where they are not."""
+    if settings.speculative == "off":
+        return None
+    return NgramSettings(
+        settings.num_speculative_tokens,
+        settings.prompt_lookup_max,
+        settings.prompt_lookup_min,
+        settings.speculative_max_rows if settings.speculative == "auto" else None,
+    )
+
+
+def step_tokens(settings: GeneratorSettings, batch_size: int) -> int:
+    """Return the most tokens of a generating step, drafted ones included."""
+    ngrams = ngram_settings(settings)
+    if ngrams is not None:
+        return ngrams.step_tokens(batch_size)
+    return batch_size * (settings.num_draft_tokens + 1 if settings.draft_model else 1)
+
+
 def _make_generator(
     settings: GeneratorSettings,
     folder: Path,
@@ -189,6 +210,7 @@ def _make_generator(
             max_chunk_size=settings.max_chunk_size,
             stats=stats,
             on_finish=on_finish,
+            drafts=ngram_settings(settings),
         )
 
     return BulkGenerator(
@@ -221,6 +243,7 @@ def _provenance(
         "max_batch_size": batch_size,
         "max_chunk_size": settings.max_chunk_size,
         "draft_model": settings.draft_model and Path(settings.draft_model).name,
+        "speculative": settings.speculative,
         **versions,
     }
 

@@ -72,6 +72,8 @@ class KernelSampler:
     def rows_changed(self, slots: np.ndarray) -> None:
         """Take note of the slots of the rows that are sampled from now on."""
         table, num_rows = self._table, len(slots)
+        if num_rows > len(self._all_rows):  # several tokens of each slot
+            self._all_rows = torch.arange(num_rows, dtype=torch.int64, device=self._device)
         is_biased = table.integers[sampling_slots.BIASES, slots] != 0
         is_edited = is_biased | table.is_penalised(slots)
         self._is_held = bool(table.integers[sampling_slots.MIN_NEW, slots].any())

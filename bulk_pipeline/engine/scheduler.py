@@ -19,6 +19,7 @@ from exllamav2.device import set_device_streams
 
 from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
 from bulk_pipeline.engine.loops import LoopSlots
+from bulk_pipeline.engine.ngram import NgramDrafter, NgramSettings, count_accepted
 from bulk_pipeline.engine.pages import PageTable, Prefix
 from bulk_pipeline.engine.request import Request
 from bulk_pipeline.engine.sampling import Sampler
@@ -33,6 +34,7 @@ NOT_NUMBERS = (
 DEFER_TOKENS = 64  # of a prompt, worth waiting for the pass that computes them for another row
 REFILL_SHARE = 1 / 16  # of the batch, empty before prompts are read again
 NO_TOKEN = -1
+NO_DRAFT = np.empty(0, np.int64)
 FREE_SHARE = 0.1  # pages kept free for each running row, before another one starts
 
 
@@ -116,6 +118,28 @@ class PagedModel(Protocol):
         Logits [rows, vocab_size]; the next call may overwrite them.
         """
 
+    def verify(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        max_length: int,
+        counts: np.ndarray,
+    ) -> torch.Tensor:
+        """Run several new tokens of each row, all tokens of a row one after the other.
+
+        Parameters
+        ----------
+        token_ids, lengths, block_table, max_length
+            As for `decode`, a place for each token: `lengths` are the tokens before it.
+        counts
+            On the host: tokens of each row.
+
+        Returns
+        -------
+        Logits [tokens, vocab_size]; the next call may overwrite them.
+        """
+
 
 class StopFinder(Protocol):
     """Looks for a row's stop strings."""
@@ -142,6 +166,8 @@ class Stats:
         Sum of the batch sizes of these passes.
     preemptions
         Rows that gave their pages to others for a while.
+    drafted_tokens, accepted_tokens
+        Guesses that were checked, and those of them that were right.
     cache_use
         Share of the cache's pages that running rows hold, as of the last step.
     seconds
@@ -154,6 +180,8 @@ class Stats:
     steps: int = 0
     rows: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     cache_use: float = 0.0
     seconds: float = 0.0
 
@@ -161,6 +189,11 @@ class Stats:
     def mean_batch_size(self) -> float:
         """Rows of an average step; 0 before the first."""
         return self.rows / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of drafted tokens that were right; None where none were drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
 
 @dataclass(slots=True)
@@ -234,7 +267,10 @@ class Scheduler:
     on_finish
         Called with each row that ended; `token_ids` are what it generated.
     steps_ahead
-        Steps that are started before their tokens are read; default 1 on a GPU, else 0.
+        Steps that are started before their tokens are read; default 1 on a GPU, else 0. None are
+        while rows draft: what to look for is not known before.
+    drafts
+        How to draft by n-grams; None: not at all.
     """
 
     def __init__(
@@ -249,6 +285,7 @@ class Scheduler:
         stats: Stats,
         on_finish: Callable[[Row], None],
         steps_ahead: int | None = None,
+        drafts: NgramSettings | None = None,
     ) -> None:
         self.model = model
         self.pages = PageTable(num_pages)
@@ -263,6 +300,7 @@ class Scheduler:
         self._logprobs = LogprobSlots(max_batch_size)
         self._grammars = GrammarSlots(max_batch_size, model.device)
         self._loops = LoopSlots(max_batch_size)
+        self._drafter = NgramDrafter(drafts, max_batch_size) if drafts is not None else None
         self._table_width = -(-max_seq_len // PAGE_TOKENS)
         self._waiting: deque[Row] = deque()
         # by slot
@@ -455,6 +493,8 @@ class Scheduler:
         self._logprobs.enter(slot, params.logprobs)
         self._grammars.enter(slot, row.grammar)
         self._loops.enter(slot, params.loop_guard, generated)
+        if self._drafter is not None:
+            self._drafter.enter(slot, params)
 
     def _is_worth_waiting(self, ids: np.ndarray, prefix: Prefix) -> bool:
         """Whether the pass being put together computes much that the row could copy afterwards."""
@@ -513,9 +553,13 @@ class Scheduler:
     def _start_step(self) -> bool:
         """Start a step for all running rows; say whether there were any."""
         self._get_pages()
+        drafts = self._draft()
         slots = self._active
         if not len(slots):
             return False
+        if any(map(len, drafts)):
+            self._verify(slots, drafts)
+            return True
         serials = self._serials[slots]
         if self._active_on_device is None:
             self._active_on_device = upload(slots, self.model.device)
@@ -545,9 +589,7 @@ class Scheduler:
         self._in_flight.append(_Step(slots, serials, ids, logprobs, self._event()))
         self._lengths[slots] += 1
         self._scheduled[slots] += 1
-        self._stats.steps += 1
-        self._stats.rows += len(slots)
-        self._stats.cache_use = 1 - self.pages.num_free / (self.pages.num_pages - 1)
+        self._count_step(len(slots))
         at_limit = slots[self._scheduled[slots] >= self._limits[slots]]
         if len(at_limit):
             self._set_active(self._active[~np.isin(self._active, at_limit)])
@@ -563,7 +605,10 @@ class Scheduler:
         alive = self._serials[step.slots] == step.serials
         if step.logprobs is not None:
             self._keep_logprobs(step.logprobs, np.where(alive, step.slots, -1))
-        slots, ids = step.slots[alive], step.ids.numpy()[alive]
+        self._take(step.slots[alive], step.ids.numpy()[alive])
+
+    def _take(self, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Add a token to each of these rows, and end those that ended."""
         if (ids == NO_TOKEN).any():
             broken = slots[ids == NO_TOKEN]
             slots, ids = slots[ids != NO_TOKEN], ids[ids != NO_TOKEN]
@@ -597,6 +642,100 @@ class Scheduler:
         if ended.any():
             self._end(slots[ended])
 
+    def _draft(self) -> list[np.ndarray]:
+        """Guess next tokens of the running rows; an array for each, or nothing at all."""
+        drafter = self._drafter
+        if drafter is None or not self._who_drafts(drafter).any():
+            return []
+        while self._in_flight:  # the last tokens are what to look for
+            self._finish_step()
+        is_drafting, drafts = self._who_drafts(drafter), []
+        for slot, drafting in zip(self._active.tolist(), is_drafting, strict=True):
+            most = 0
+            if drafting:
+                left = self._limits[slot] - self._generated[slot]
+                # a draft is not worth a page: what crosses its end is left out
+                most = int(min(left, self._room[slot] - self._lengths[slot])) - 1
+            drafts.append(drafter.draft(self._context(slot), most) if most > 0 else NO_DRAFT)
+            if drafting and not len(drafts[-1]):
+                drafter.learn(slot, int(self._generated[slot]), 0)
+        return drafts
+
+    def _who_drafts(self, drafter: NgramDrafter) -> np.ndarray:
+        return drafter.drafting(self._active, self._generated[self._active])
+
+    def _context(self, slot: int) -> np.ndarray:
+        """Return a row's prompt and all that it generated."""
+        row = self._row(slot)
+        prompt = row.context[: len(row.request.input_ids)]
+        return np.concatenate([prompt, self._tokens[slot, : self._generated[slot]]])
+
+    def _verify(self, slots: np.ndarray, drafts: list[np.ndarray]) -> None:
+        """Check drafts: sample behind each token of them, and keep what agrees and one more.
+
+        Keys and values of tokens that were wrong stay in the row's own pages until others are
+        written over them; no row reads past its length.
+        """
+        serials, generated = self._serials[slots], self._generated[slots]
+        counts = np.array([1 + len(draft) for draft in drafts])
+        firsts = counts.cumsum() - counts
+        owners = np.repeat(slots, counts)
+        offsets = np.arange(len(owners)) - np.repeat(firsts, counts)
+        tokens = np.empty(len(owners), np.int64)
+        for first, slot, draft in zip(firsts, slots, drafts, strict=True):
+            tokens[first] = self._context(slot)[-1]
+            tokens[first + 1 : first + 1 + len(draft)] = draft
+        lengths = self._lengths[owners] + offsets
+        places = np.stack([owners, tokens, lengths, self._generated[owners] + offsets])
+        index, ids, lengths_there, positions = upload(places, self.model.device)
+        logits = self.model.verify(
+            ids,
+            lengths_there.int(),
+            self._device_table[index],
+            int(lengths.max()) + 1,
+            counts,
+        )
+        is_broken = logits[:, 0].isnan()
+        logprobs = self._logprobs.begin(logits, owners)
+        if self._grammars.is_any(owners):
+            logits = self._grammars.mask(logits, owners)
+        found = self._sampler.sample(logits, owners, index, positions)
+        if logprobs is not None:
+            logprobs.choose(logits, found)
+        found = download(found.masked_fill(is_broken, NO_TOKEN))
+        event = self._event()
+        if event is not None:
+            event.synchronize()
+        sampled = found.numpy()
+        while self._scores:  # of rows that may end now
+            self._finish_scores()
+        if logprobs is not None:  # rows that ask for them have one token
+            self._keep_logprobs(logprobs, owners)
+        accepted = np.array(
+            [count_accepted(d, sampled[first:]) for d, first in zip(drafts, firsts, strict=True)]
+        )
+        self._advance(slots, accepted + 1, sampled[firsts + accepted])
+        self._stats.drafted_tokens += int(counts.sum()) - len(slots)
+        self._stats.accepted_tokens += int(accepted.sum())
+        self._count_step(len(slots))
+        assert self._drafter is not None
+        for slot, count, done, right in zip(slots, counts, generated, accepted, strict=True):
+            if count > 1:
+                self._drafter.learn(slot, int(done + right) + 1, int(right))
+        for place in range(int(accepted.max()) + 1):
+            going_on = (accepted >= place) & (self._serials[slots] == serials)
+            self._take(slots[going_on], sampled[firsts[going_on] + place])
+
+    def _advance(self, slots: np.ndarray, counts: np.ndarray, last_ids: np.ndarray) -> None:
+        """Let rows go on after so many more tokens, of which these are the last."""
+        self._lengths[slots] += counts
+        self._scheduled[slots] += counts
+        places = [slots, last_ids, self._lengths[slots], self._scheduled[slots]]
+        index, ids, lengths, positions = upload(np.stack(places), self.model.device)
+        self._device_ids[index] = ids
+        self._device_lengths[index] = lengths.int()
+        self._device_positions[index] = positions
+
     def _keep_logprobs(self, logprobs: StepLogprobs, slots: np.ndarray) -> None:
         """Give the log-probabilities of a step to its rows; a slot of -1 has none."""
         for place, chosen, best in logprobs.read():
@@ -627,6 +766,11 @@ class Scheduler:
         self._serials[row.slot] = -1
         self._free_slots.append(row.slot)
         row.pages, row.slot, row.stored, row.described = [], -1, 0, 0
+
+    def _count_step(self, num_rows: int) -> None:
+        self._stats.steps += 1
+        self._stats.rows += num_rows
+        self._stats.cache_use = 1 - self.pages.num_free / (self.pages.num_pages - 1)
 
     # -- pages
 

@@ -35,6 +35,7 @@ SETTINGS_SHOWN = (  # of an engine's provenance
     "max_batch_size",
     "max_chunk_size",
     "draft_model",
+    "speculative",
 )
 SUMMED = (
     "seconds",

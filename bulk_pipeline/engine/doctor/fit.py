@@ -16,6 +16,7 @@ from bulk_pipeline.engine.loading import (
     cpu_batch_size,
     cpu_cache_tokens,
     gpu_batch_size,
+    step_tokens,
 )
 from bulk_pipeline.engine.memory import DENSE_SHARE, GIB, cache_margin
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
@@ -54,10 +55,9 @@ def _fit_on_gpus(
             stops=True,
         )
         return
-    num_draft = settings.num_draft_tokens if settings.draft_model else 0
     batch_size = gpu_batch_size(settings, report.model.vocab_size, gpus[0].total)
     report.batch_size = batch_size
-    rows = batch_size * (num_draft + 1)
+    rows = step_tokens(settings, batch_size)
     margin = sum(cache_margin(gpu.total, rows, report.model.vocab_size) for gpu in gpus)
     beside = free - weights
     for kind in CACHE_BYTES:
