@@ -80,49 +80,87 @@ def first_difference(a, b) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def generate(folder, all_ids) -> list[list[int]]:
-    """Generate with transformers in float16, greedy, a prompt at a time without padding."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
+def generate(folder, all_ids, dtype="float16", attention="sdpa", batch=1) -> list[list[int]]:
+    """Generate greedily with transformers, padded on the left where the batch is above 1."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    model = model.cuda().eval()
     answers = []
-    for ids in all_ids:
-        given = torch.tensor([ids], device="cuda")
+    for first in range(0, len(all_ids), batch):
+        some = all_ids[first : first + batch]
+        width = max(map(len, some))
+        given = torch.tensor([[END[0]] * (width - len(ids)) + ids for ids in some], device="cuda")
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in some]).cuda()
         with torch.inference_mode():
             found = model.generate(
-                given, attention_mask=torch.ones_like(given), do_sample=False,
+                given, attention_mask=mask, do_sample=False,
                 max_new_tokens=NEW_TOKENS, eos_token_id=list(END), pad_token_id=END[0],
             )  # fmt: skip
-        answers.append(found[0, len(ids) :].tolist())
+        answers += [_to_the_end(row) for row in found[:, width:].tolist()]
     return answers
 
 
+def _to_the_end(ids: list[int]) -> list[int]:
+    return ids[: ids.index(END[0]) + 1] if END[0] in ids else ids
+
+
 def agreement(folder, all_ids) -> dict:
-    generator = load_generator(settings(folder))
-    ours = complete(generator, all_ids)
-    generator.close()
+    """Compare with transformers' generate, and transformers with itself run in other ways."""
+    ways = {
+        "reference": {},  # float16, sdpa, a prompt at a time without padding
+        "eager": {"attention": "eager"},
+        "float32": {"dtype": "float32"},
+    }
+    shares = [(name, i) for name in ways for i in range(WORKERS)]
     context = torch.multiprocessing.get_context("spawn")  # launching kernels is what takes long
-    with context.Pool(WORKERS) as pool:
-        shares = pool.starmap(generate, [(folder, all_ids[i::WORKERS]) for i in range(WORKERS)])
-    theirs_of = {i + WORKERS * n: a for i, s in enumerate(shares) for n, a in enumerate(s)}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
-    differing, agreed = [], 0
-    for number, (ids, found) in enumerate(zip(all_ids, ours, strict=True)):
-        theirs = theirs_of[number]
-        place = first_difference(found, theirs)
-        agreed += place is None or place >= AGREED_TOKENS
-        if place is not None and place < min(len(found), len(theirs)):
-            whole = torch.tensor([ids + theirs[:place]], device="cuda")
-            with torch.inference_mode():
-                logits = model(whole).logits[0, -1].float()
-            gap = float(logits[theirs[place]] - logits[found[place]])
-            differing.append(
-                {"prompt_tokens": len(ids), "place": place, "logit_gap": round(gap, 4)}
-            )
+    answers: dict[str, list] = {name: [None] * len(all_ids) for name in ways}
+    with context.Pool(len(shares)) as pool:
+        pending = [
+            pool.apply_async(generate, (folder, all_ids[i::WORKERS]), ways[name])
+            for name, i in shares
+        ]
+        for batch in (1, 64):
+            generator = load_generator(settings(folder, max_batch_size=batch))
+            answers[f"ours_batch_{batch}"] = [list(a) for a in complete(generator, all_ids)]
+            generator.close()
+        for batch in (8, 64):
+            answers[f"batch_{batch}"] = generate(folder, all_ids, batch=batch)
+        for (name, i), share in zip(shares, pending, strict=True):
+            answers[name][i::WORKERS] = share.get()
+    reference, exact = answers["reference"], answers["float32"]
     return {
         "prompts": len(all_ids),
-        "agree_for_32_tokens": agreed,
-        "rows_that_differ": len(differing),
-        "differences": sorted(differing, key=lambda d: -d["logit_gap"]),
+        "agree_for_32_tokens_with_reference": {
+            name: agreeing(found, reference) for name, found in answers.items()
+        },
+        "agree_for_32_tokens_with_float32": {
+            name: agreeing(found, exact) for name, found in answers.items()
+        },
+        "differences": differences(folder, all_ids, answers["ours_batch_64"], reference),
     }
+
+
+def agreeing(some, others) -> int:
+    """Count the rows that agree for at least the first AGREED_TOKENS."""
+    places = [first_difference(a, b) for a, b in zip(some, others, strict=True)]
+    return sum(place is None or place >= AGREED_TOKENS for place in places)
+
+
+def differences(folder, all_ids, ours, theirs) -> list[dict]:
+    """Say how far apart the logits of both tokens are, where rows differ for the first time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).cuda().eval()
+    found = []
+    for ids, our, their in zip(all_ids, ours, theirs, strict=True):
+        place = first_difference(our, their)
+        if place is None or place >= min(len(our), len(their)):
+            continue
+        whole = torch.tensor([ids + their[:place]], device="cuda")
+        with torch.inference_mode():
+            logits = model(whole).logits[0, -1].float()
+        gap = float(logits[their[place]] - logits[our[place]])
+        found.append({"prompt_tokens": len(ids), "place": place, "logit_gap": round(gap, 4)})
+    return sorted(found, key=lambda one: -one["logit_gap"])
 
 
 def plain_loop(folder, all_ids) -> dict:
