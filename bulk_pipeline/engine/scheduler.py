@@ -271,6 +271,11 @@ class Scheduler:
         while rows draft: what to look for is not known before.
     drafts
         How to draft by n-grams; None: not at all.
+
+    Attributes
+    ----------
+    drafter
+        What drafts; None where nothing does. May be replaced while no row runs.
     """
 
     def __init__(
@@ -300,7 +305,7 @@ class Scheduler:
         self._logprobs = LogprobSlots(max_batch_size)
         self._grammars = GrammarSlots(max_batch_size, model.device)
         self._loops = LoopSlots(max_batch_size)
-        self._drafter = NgramDrafter(drafts, max_batch_size) if drafts is not None else None
+        self.drafter = NgramDrafter(drafts, max_batch_size) if drafts is not None else None
         self._table_width = -(-max_seq_len // PAGE_TOKENS)
         self._waiting: deque[Row] = deque()
         # by slot
@@ -493,8 +498,8 @@ class Scheduler:
         self._logprobs.enter(slot, params.logprobs)
         self._grammars.enter(slot, row.grammar)
         self._loops.enter(slot, params.loop_guard, generated)
-        if self._drafter is not None:
-            self._drafter.enter(slot, params)
+        if self.drafter is not None:
+            self.drafter.enter(slot, params)
 
     def _is_worth_waiting(self, ids: np.ndarray, prefix: Prefix) -> bool:
         """Whether the pass being put together computes much that the row could copy afterwards."""
@@ -644,7 +649,7 @@ class Scheduler:
 
     def _draft(self) -> list[np.ndarray]:
         """Guess next tokens of the running rows; an array for each, or nothing at all."""
-        drafter = self._drafter
+        drafter = self.drafter
         if drafter is None or not self._who_drafts(drafter).any():
             return []
         while self._in_flight:  # the last tokens are what to look for
@@ -718,10 +723,10 @@ class Scheduler:
         self._stats.drafted_tokens += int(counts.sum()) - len(slots)
         self._stats.accepted_tokens += int(accepted.sum())
         self._count_step(len(slots))
-        assert self._drafter is not None
+        assert self.drafter is not None
         for slot, count, done, right in zip(slots, counts, generated, accepted, strict=True):
             if count > 1:
-                self._drafter.learn(slot, int(done + right) + 1, int(right))
+                self.drafter.learn(slot, int(done + right) + 1, int(right))
         for place in range(int(accepted.max()) + 1):
             going_on = (accepted >= place) & (self._serials[slots] == serials)
             self._take(slots[going_on], sampled[firsts[going_on] + place])

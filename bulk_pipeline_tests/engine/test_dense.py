@@ -525,6 +525,32 @@ class TestDenseModel:
             before, model._keys + model._values, strict=True)]  # fmt: skip
         assert changed == [2] * 4  # a token of each row, and nothing else
 
+    def test_several_tokens_of_a_row_at_once(self):
+        """Across the end of a page, over what wrong tokens left there."""
+        reference = make_reference("llama")
+        rows, counts = prompts([MODEL_PAGE + 3, 40]), np.array([6, 2])
+        table, model = random_table(2, 2), make_dense(reference, 9)
+        firsts = [len(row) - count for row, count in zip(rows, counts, strict=True)]
+        prefill(
+            model, [row[:first] for row, first in zip(rows, firsts, strict=True)], [0, 0], table
+        )
+        owners = np.repeat([0, 1], counts)
+        lengths = [*range(firsts[0], len(rows[0])), *range(firsts[1], len(rows[1]))]
+        right = [row[first:] for row, first in zip(rows, firsts, strict=True)]
+        for tokens in (np.zeros(8, np.int64), np.concatenate(right)):
+            found = model.verify(
+                torch.tensor(tokens, device=DEVICE),
+                torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+                table[owners],
+                max(lengths) + 1,
+                counts,
+            )
+        logits = [reference_logits(reference, row) for row in rows]
+        wanted = torch.cat([logits[0][-6:], logits[1][-2:]])
+        assert found.shape == wanted.shape
+        for place in range(8):
+            assert agree(found[place], wanted[place])
+
     def test_a_wider_table_or_a_larger_batch_follows_a_smaller(self):
         reference = make_reference("llama")
         row = prompts([12])[0]
