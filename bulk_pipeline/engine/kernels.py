@@ -41,6 +41,29 @@ class AttentionTuning:
 TUNING = AttentionTuning()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTuning:
+    """How the kernel for prompts divides the work.
+
+    Attributes
+    ----------
+    queries
+        Of one program.
+    block
+        Keys read at once; divides a page.
+    warps, stages
+        As Triton's num_warps and num_stages.
+    """
+
+    queries: int = 64
+    block: int = 32
+    warps: int = 4
+    stages: int = 3
+
+
+PROMPT_TUNING = PromptTuning()
+
+
 @triton.jit
 def _half(x):  # type: ignore[no-untyped-def]
     """Round to float16, and go on in float32."""
@@ -125,7 +148,6 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     NORM: tl.constexpr,
-    KEEP: tl.constexpr,  # also turn the keys where they are
 ):
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -155,9 +177,9 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + position * HALF + d, mask=is_dim, other=0.0).to(tl.float32)
     turned_low = (_half(low * cos) - _half(high * sin)).to(tl.float16)
     turned_high = (_half(high * cos) + _half(low * sin)).to(tl.float16)
-    kept = inside if KEEP else (j < GROUP) & is_dim
-    tl.store(at, turned_low, mask=kept)
-    tl.store(at + HALF, turned_high, mask=kept)
+    is_query = (j < GROUP) & is_dim
+    tl.store(at, turned_low, mask=is_query)
+    tl.store(at + HALF, turned_high, mask=is_query)
     target = (slot * KV_HEADS + kv_head) * D
     written = is_key & (slot >= 0)
     key = k_ptr + target + d + j * 0
@@ -263,6 +285,103 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _attend_to(  # type: ignore[no-untyped-def]
+    q,  # [BM, D_PADDED]
+    positions,  # [BM]
+    best,
+    total,
+    acc,
+    k_ptr,
+    v_ptr,
+    table,  # of the row
+    kv_head,
+    start,
+    end,
+    scale,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Go on with the softmax of queries over the keys from `start` to `end`."""
+    d = tl.arange(0, D_PADDED)
+    t = tl.arange(0, BLOCK)
+    for s in range(start, end, BLOCK):
+        page = tl.load(table + s // PAGE_TOKENS).to(tl.int64)
+        first = (page * PAGE_TOKENS + s % PAGE_TOKENS) * (KV_HEADS * D) + kv_head * D
+        offsets = first + t[:, None] * (KV_HEADS * D) + d[None, :]
+        mask = (d < D)[None, :]
+        if MASKED:
+            mask = mask & (s + t < end)[:, None]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if MASKED:
+            scores = tl.where((s + t)[None, :] <= positions[:, None], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit
+def _prompt_attention_kernel(  # type: ignore[no-untyped-def]
+    packed_ptr,  # [tokens, Q_HEADS + 2 * KV_HEADS, D]: queries, turned, and what is not read here
+    k_ptr,  # [slots, KV_HEADS, D]
+    v_ptr,
+    out_ptr,  # [tokens, Q_HEADS, D]
+    table_ptr,  # int32 [rows, width]
+    width,
+    block_rows_ptr,  # int32 [blocks of queries], the row of each
+    block_firsts_ptr,  # int32 [blocks], its first query among all tokens
+    ends_ptr,  # int32 [rows], where its queries end
+    shifts_ptr,  # int32 [rows], from a query's place among all tokens to its position in the row
+    scale,  # of the scores, times log2(e)
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.load(block_rows_ptr + tl.program_id(1))
+    first = tl.load(block_firsts_ptr + tl.program_id(1))
+    row_end = tl.load(ends_ptr + row)
+    shift = tl.load(shifts_ptr + row)
+    kv_head = head // (Q_HEADS // KV_HEADS)
+    table = table_ptr + row.to(tl.int64) * width
+    i = first + tl.arange(0, QUERIES)
+    positions = i + shift
+    d = tl.arange(0, D_PADDED)
+    is_query = (i < row_end)[:, None] & (d < D)[None, :]
+    token = i.to(tl.int64)[:, None]
+    q_at = packed_ptr + token * ((Q_HEADS + 2 * KV_HEADS) * D) + head * D + d[None, :]
+    q = tl.load(q_at, mask=is_query, other=0.0)
+    best = tl.full((QUERIES,), -1.0e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, D_PADDED), tl.float32)
+    seen_by_all = (first + shift + 1) // BLOCK * BLOCK
+    end = tl.minimum(first + QUERIES, row_end) + shift
+    best, total, acc = _attend_to(
+        q, positions, best, total, acc, k_ptr, v_ptr, table, kv_head, 0, seen_by_all, scale,
+        KV_HEADS, D, D_PADDED, PAGE_TOKENS, BLOCK, False,
+    )  # fmt: skip
+    best, total, acc = _attend_to(
+        q, positions, best, total, acc, k_ptr, v_ptr, table, kv_head, seen_by_all, end, scale,
+        KV_HEADS, D, D_PADDED, PAGE_TOKENS, BLOCK, True,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(tl.float16)
+    tl.store(out_ptr + token * (Q_HEADS * D) + head * D + d[None, :], out, mask=is_query)
+
+
+@triton.jit
 def _silu_kernel(x_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * 2 * SIZE
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -351,7 +470,6 @@ def rope_and_store(
     *,
     head_norms: torch.Tensor | None = None,
     eps: float = 0.0,
-    keep_keys: bool = False,
 ) -> None:
     """Turn queries and keys by their positions, and write keys and values into the pages.
 
@@ -365,8 +483,6 @@ def rope_and_store(
         One layer's cache, [slots, key heads, head size].
     head_norms
         [2, head size], weights of the RMSNorm of each query head and each key head before.
-    keep_keys
-        Whether the keys are turned in place too.
     """
     tokens, heads, size = packed.shape
     kv_heads = keys.shape[1]
@@ -386,7 +502,6 @@ def rope_and_store(
         D=size,
         D_PADDED=triton.next_power_of_2(size),
         NORM=head_norms is not None,
-        KEEP=keep_keys,
         num_warps=1 if size * (q_heads // kv_heads + 1) <= 1024 else 4,
     )
 
@@ -450,4 +565,78 @@ def paged_attention(
         _merge_kernel[(rows * q_heads,)](
             target, sums, out, D=size, D_PADDED=padded, SPLITS=splits, num_warps=4
         )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of new tokens packed one after the other, and where their keys are.
+
+    Attributes
+    ----------
+    block_rows, block_firsts
+        int32 [blocks of queries]: the row of each, and its first query among all tokens.
+    ends, shifts
+        int32 [rows]: where a row's queries end among all tokens, and what is to be added to a
+        token's place there for its position in the row.
+    block_table
+        int32 [rows, pages].
+    """
+
+    block_rows: torch.Tensor
+    block_firsts: torch.Tensor
+    ends: torch.Tensor
+    shifts: torch.Tensor
+    block_table: torch.Tensor
+
+
+def prompt_attention(
+    packed: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PackedRows,
+    scale: float,
+    tuning: PromptTuning = PROMPT_TUNING,
+) -> torch.Tensor:
+    """Attend causally from many new tokens of each row over the row's pages.
+
+    Parameters
+    ----------
+    packed
+        [tokens, query heads + 2 * key heads, head size], of which the queries are read; the keys
+        and values of the new tokens stand in the pages already.
+    rows
+        Divided into blocks of `tuning.queries`.
+
+    Returns
+    -------
+    torch.Tensor
+        [tokens, query heads, head size].
+    """
+    tokens, heads, size = packed.shape
+    kv_heads = keys.shape[1]
+    q_heads = heads - 2 * kv_heads
+    out = torch.empty((tokens, q_heads, size), dtype=packed.dtype, device=packed.device)
+    _prompt_attention_kernel[(q_heads, len(rows.block_rows))](
+        packed,
+        keys,
+        values,
+        out,
+        rows.block_table,
+        rows.block_table.shape[1],
+        rows.block_rows,
+        rows.block_firsts,
+        rows.ends,
+        rows.shifts,
+        scale * LOG2_E,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        D=size,
+        D_PADDED=triton.next_power_of_2(size),
+        PAGE_TOKENS=PAGE,
+        QUERIES=tuning.queries,
+        BLOCK=tuning.block,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
     return out

@@ -35,6 +35,7 @@ from bulk_pipeline.engine.dense import (  # noqa: E402
     DenseModel,
     DenseWeights,
     bucket_of,
+    rows_at_once,
     splits_of,
 )
 
@@ -62,6 +63,12 @@ LENGTHS = {  # tokens in the pages before the new one; -1 is a padding row
     "page ends": [-1, 254, 255, 256],
     "mixed": [700, -1, 3, -1, 511],
     "long": [2500],
+}
+PACKED = {  # tokens of each row in its pages before, and new ones
+    "one": [(0, 1)],
+    "short": [(0, 3), (0, 64), (0, 65)],
+    "behind a prefix": [(256, 5), (255, 130), (1, 1)],
+    "mixed": [(0, 300), (700, 2), (31, 1), (0, 17)],
 }
 
 
@@ -99,26 +106,6 @@ def torch_attention(
     seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
     seen = seen.tril(k.shape[0] - q.shape[0])
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-
-def torch_attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    query_ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    max_queries: int,
-    max_keys: int,
-    scale: float,
-) -> torch.Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries, keys = query_ends.tolist(), key_ends.tolist()
-    assert max_queries == max(b - a for a, b in itertools.pairwise(queries))
-    assert max_keys == max(b - a for a, b in itertools.pairwise(keys))
-    for row in range(len(queries) - 1):
-        mine, seen = slice(*queries[row : row + 2]), slice(*keys[row : row + 2])
-        out[mine] = torch_attention(q[mine], k[seen], v[seen], scale).half()
-    return out
 
 
 def nearly_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -160,10 +147,9 @@ class TestKernels:
         assert found.data_ptr() == gate_up.data_ptr()
         assert nearly_equal(found, torch.nn.functional.silu(gate) * up)
 
-    @pytest.mark.parametrize("keep", [True, False], ids=["keep", "drop"])
     @pytest.mark.parametrize("norm", [True, False], ids=["norm", "plain"])
     @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
-    def test_rope_and_store(self, shape, norm, keep):
+    def test_rope_and_store(self, shape, norm):
         heads, kv_heads, size = shape
         slots = torch.tensor([7, -1, 0, 300, 255], dtype=torch.int32, device=DEVICE)
         positions = torch.tensor([5, 0, 99, 3, 31], dtype=torch.int32, device=DEVICE)
@@ -174,7 +160,7 @@ class TestKernels:
         keys, values = (torch.full((512, kv_heads, size), 9.0).half().to(DEVICE) for _ in "kv")
         kernels.rope_and_store(
             packed, rope, positions, slots, keys, values,
-            head_norms=norms, eps=1e-6, keep_keys=keep,
+            head_norms=norms, eps=1e-6,
         )  # fmt: skip
         q, k, v = before.split([heads, kv_heads, kv_heads], 1)
         if norms is not None:
@@ -183,11 +169,7 @@ class TestKernels:
         wanted_q, wanted_k = torch_rope(q, cos, sin), torch_rope(k, cos, sin)
         same = nearly_equal if norm else torch.equal
         assert same(packed[:, :heads], wanted_q)
-        assert same(
-            packed[:, heads : heads + kv_heads],
-            wanted_k if keep else before[:, heads : heads + kv_heads],
-        )
-        assert torch.equal(packed[:, heads + kv_heads :], v)
+        assert torch.equal(packed[:, heads:], before[:, heads:])
         written = slots >= 0
         at = slots[written].long()
         assert same(keys[at], wanted_k[written])
@@ -231,6 +213,49 @@ class TestKernels:
             wanted = torch_attention(packed[row : row + 1, :heads], k, v, size**-0.5)
             assert (found[row].double() - wanted[0]).abs().max() < 2e-3
 
+    @pytest.mark.parametrize("rows", PACKED.values(), ids=PACKED)
+    @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+    def test_prompt_attention(self, shape, rows):
+        heads, kv_heads, size = shape
+        queries = kernels.PROMPT_TUNING.queries
+        starts, counts = zip(*rows, strict=True)
+        width = max(start + count for start, count in rows) // PAGE + 2
+        table = random_table(len(rows), width)
+        slots = (len(rows) * width + 3) * PAGE
+        keys, values = (random(slots, kv_heads, size, seed=i) for i in (1, 2))
+        packed = random(sum(counts), heads + 2 * kv_heads, size)
+        ends = list(itertools.accumulate(counts))
+        firsts = [end - count for end, count in zip(ends, counts, strict=True)]
+        blocks = [
+            (row, first)
+            for row, (start, end) in enumerate(zip(firsts, ends, strict=True))
+            for first in range(start, end, queries)
+        ]
+        shifts = [start - first for start, first in zip(starts, firsts, strict=True)]
+        arrays = ([row for row, _ in blocks], [first for _, first in blocks], ends, shifts)
+        there = (torch.tensor(array, dtype=torch.int32, device=DEVICE) for array in arrays)
+        found = kernels.prompt_attention(
+            packed, keys, values, kernels.PackedRows(*there, table), size**-0.5
+        )
+        for row, (start, count) in enumerate(rows):
+            k, v = (
+                states.view(-1, PAGE, kv_heads, size)[table[row].long()].flatten(0, 1)
+                for states in (keys, values)
+            )
+            mine = slice(firsts[row], ends[row])
+            seen = start + count
+            wanted = torch_attention(packed[mine, :heads], k[:seen], v[:seen], size**-0.5)
+            assert (found[mine].double() - wanted).abs().max() < 2e-3
+
+    def test_a_prompt_does_not_read_behind_its_end(self):
+        keys, values = (random(PAGE, 2, 64, seed=i) for i in (1, 2))
+        keys[40:], values[40:] = torch.nan, torch.nan
+        numbers = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 0, 10, 30))
+        table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+        rows = kernels.PackedRows(*numbers, table)
+        found = kernels.prompt_attention(random(10, 12, 64), keys, values, rows, 0.125)
+        assert found.isfinite().all()
+
     def test_what_lies_behind_a_row_does_not_matter(self):
         """Trap: 0 * nan is nan."""
         keys, values = (random(PAGE, 2, 64, seed=i) for i in (1, 2))
@@ -262,6 +287,16 @@ class TestKernels:
         assert out[3].tolist()[:6] == [1, 256, 0, 257, 0, 0]
         for row in (0, 1, 3):
             assert out[4][row].tolist() == pages[row]
+
+
+class TestRowsAtOnce:
+    def test_fills_the_multiprocessors(self):
+        assert rows_at_once(28672, 132) == 2560  # 2,240 tiles in 17 waves of 132
+        assert rows_at_once(6144, 132) == 1408  # 264 tiles in two
+
+    @given(st.integers(1, 200_000), st.integers(1, 200))
+    def test_is_a_number_of_whole_tiles(self, columns, multiprocessors):
+        assert rows_at_once(columns, multiprocessors) in range(1024, 2561, 128)
 
 
 class TestBuckets:
@@ -401,11 +436,8 @@ def make_dense(model: torch.nn.Module, pages: int) -> DenseModel:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small pages, and attention that needs no GPU where there is none."""
     for module in (kernels, dense):
         monkeypatch.setattr(module, "PAGE", MODEL_PAGE)
-    if not HAS_GPU:
-        monkeypatch.setattr(dense, "attend_packed", torch_attend_packed)
 
 
 def prompts(counts: Sequence[int]) -> list[np.ndarray]:
@@ -501,13 +533,15 @@ class TestDenseModel:
         for line, row in zip(logits, rows, strict=True):
             assert agree(line, reference_logits(reference, row)[-1])
 
-    def test_gathered_keys_are_bounded(self, monkeypatch):
-        monkeypatch.setattr(dense, "GATHERED_TOKENS", 80)
-        reference = make_reference("llama")
-        rows = prompts([70, 65, 15, 20])
-        table, model = random_table(4, 2), make_dense(reference, 12)
-        prefill(model, [row[:10] for row in rows], [0] * 4, table)
-        prefill(model, [row[:-1] for row in rows], [10] * 4, table)
+    @pytest.mark.parametrize("kind", ["llama", "groups of 4, biases"])
+    def test_products_in_pieces(self, kind):
+        reference = make_reference(kind)
+        rows, table = prompts([70, 65, 15]), random_table(3, 2)
+        model = make_dense(reference, 9)
+        layer = model._weights.layers[0]
+        for matrix, piece in ((layer.qkv, 64), (layer.gate_up, 40), (layer.down, 149)):
+            model._rows_at_once[matrix.shape[0]] = piece
+        prefill(model, [row[:-1] for row in rows], [0] * 3, table)
         found = step(model, [r[-1] for r in rows], [len(r) - 1 for r in rows], table)
         for row, tokens in enumerate(rows):
             assert agree(found[row], reference_logits(reference, tokens)[-1])
@@ -676,7 +710,7 @@ class TestTakingOver:
             ({"partial_rotary_factor": 0.5}, "rope is partial"),
             ({"scale_depth": 0.2}, "scales its residuals"),
             ({"head_dim": 40}, "head size is 40"),
-            ({"post_layernorm": object()}, "norms behind attention"),
+            ({"post_layernorm": "a norm"}, "norms behind attention"),
             ({"device_idx": 1}, "2 devices"),
         ],
         ids=str,
