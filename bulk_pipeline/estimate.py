@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bulk_pipeline.store import COMPLETIONS, Store
-from bulk_pipeline.tables import sound_manifest
+from bulk_pipeline.store import COMPLETIONS, Store, sound_manifest
 
 SHORT_RUN_TOKENS = 1000  # a run that made fewer says little of the rate
 
@@ -52,10 +51,11 @@ class Estimate:
 
 def find_last_run(store: Store, fingerprint: str | None) -> LastRun | None:
     """The last run of the dataset that says something of the rate; of this model, if any was."""
+    partitions = (store.partition(COMPLETIONS, key) for key in store.partition_keys(COMPLETIONS))
     runs = [
         LastRun(record, manifest.meta.get("made_with", {}).get("model") == fingerprint)
-        for key in store.partition_keys(COMPLETIONS)
-        if (manifest := sound_manifest(store.partition(COMPLETIONS, key)))
+        for manifest in store.read_many(sound_manifest, partitions)
+        if manifest
         for record in manifest.meta.get("runs", [])
         if record["completion_tokens"]
     ]

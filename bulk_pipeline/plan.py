@@ -25,8 +25,15 @@ from bulk_pipeline.stages.sources import FilesReader
 from bulk_pipeline.stages.staleness import SOURCE_CHANGED, find_missing_or_stale
 from bulk_pipeline.stages.stored import ANSWERED, StoredAnswers, reasons, rows_with_answers
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import COMPLETIONS, PROMPTS, RAW_DATASET, Manifest, Partition, Store
-from bulk_pipeline.tables import sound_manifest
+from bulk_pipeline.store import (
+    COMPLETIONS,
+    PROMPTS,
+    RAW_DATASET,
+    Manifest,
+    Partition,
+    Store,
+    sound_manifest,
+)
 
 READ_ROWS = 4096
 MAX_EXAMPLES = 10  # rows that cannot run, shown of each partition

@@ -7,8 +7,15 @@ from bulk_pipeline.plan_view import format_seconds, text_table
 from bulk_pipeline.spec import SamplingSpec
 from bulk_pipeline.stages.progress import is_alive, read_progress
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
-from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, TABLES, Manifest, Store
-from bulk_pipeline.tables import sound_manifest
+from bulk_pipeline.store import (
+    COMPLETIONS,
+    OUTPUT,
+    PROMPTS,
+    TABLES,
+    Manifest,
+    Store,
+    sound_manifest,
+)
 
 FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
 STATES = (RUNNING, STOPPED, WAITING, FINISHED)
@@ -82,10 +89,11 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
         The dataset's; without it, no partition's sampling is compared with it.
     """
     keys = sorted({key for table in TABLES for key in store.partition_keys(table)})
-    found = [_status(store, key) for key in keys]
+    found = store.read_many(lambda key: _status(store, key), keys)
     if sampling is None:
         return found
-    manifests = (sound_manifest(store.partition(PROMPTS, key)) for key in keys)
+    prompts = (store.partition(PROMPTS, key) for key in keys)
+    manifests = store.read_many(sound_manifest, prompts)
     changed = (differences(sampling, stored_changes(manifest)) for manifest in manifests)
     return [
         replace(each, changed_sampling=changes)

@@ -2,33 +2,43 @@
 
 ``<root>/<dataset>/<table>/<partition>/`` holds immutable parts with unique names, and
 ``manifest.json``, which says which of them count and is replaced in one step. A reader that goes
-by the manifest sees one committed state and never half a file; a second writer is kept out by a
-lock (local disks) and by the writer's id and epoch in the manifest (everywhere).
+by the manifest sees one committed state and never half a file. A second writer is kept out by a
+lock on a local disk. On object storage it takes the partition over, by putting a manifest with
+the next epoch: whoever held it before cannot commit any more, since each manifest is put on
+condition that the writer's last one is still there.
 """
 
 import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import filelock
-import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
+
+from bulk_pipeline.objects import (
+    SCHEMES,
+    ChangedError,
+    ObjectStorage,
+    StorageError,
+    Version,
+    is_object_url,
+)
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -37,10 +47,15 @@ TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
 ROW_GROUP_ROWS = 16_384  # what a reader holds at once, and 150 KB for each group of a file
 ROW_GROUP_BYTES = 64 << 20  # long rows come in smaller groups
 PIECE_ROWS = 1024  # the same for a temporary part, since many of them are merged at once
+EPOCH = re.compile(rf"(?:part-|{re.escape(TEMPORARY)})(\d{{6,}})-[0-9a-f]{{32}}\.parquet")
+READERS = 16  # requests to object storage at once, where many small files are read
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 
 RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
 TABLES = (RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT)
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 fault = os.environ.get("BULK_PIPELINE_FAULT", "")  # <point>:<nth time>:<KILL or TERM>, for tests
 points_passed: Counter[str] = Counter()
@@ -279,18 +294,31 @@ class Store:
     Parameters
     ----------
     root
-        Local folder or fsspec URL.
+        Local folder, or a URL: s3://, gs://, az:// or memory://.
     dataset
         The dataset's name, a folder under `root`.
     storage_options
-        Options of fsspec's file system.
+        Options of `ObjectStorage`.
+
+    Raises
+    ------
+    ValueError
+        If `root` is another kind of URL, or an option is unknown.
     """
 
     def __init__(self, root: str, dataset: str, storage_options: dict[str, Any] | None = None):
-        self.fs, path = fsspec.core.url_to_fs(root, **(storage_options or {}))
         self.dataset = dataset
+        self.is_local = not is_object_url(root)
+        if self.is_local:
+            if "://" in root and not root.startswith(("file://", "local://")):
+                raise ValueError(
+                    f"output.root must be a folder or a URL that starts with one of "
+                    f"{', '.join(f'{scheme}://' for scheme in SCHEMES)}, got {root!r}; set another"
+                )
+            self.fs, path = LocalFileSystem(), LocalFileSystem._strip_protocol(root)
+        else:
+            self.fs, path = ObjectStorage(root.partition("://")[0], **(storage_options or {})), root
         self.path = f"{path.rstrip('/')}/{dataset}"
-        self.is_local = isinstance(self.fs, LocalFileSystem)
 
     def partition(self, table: str, key: str) -> "Partition":
         """One partition of one of `TABLES`, whether or not it exists yet."""
@@ -305,6 +333,18 @@ class Store:
             return []
         names = (folder.rstrip("/").rpartition("/")[2] for folder in folders)
         return sorted(name for name in names if is_partition_key(name))
+
+    def manifests(self, table: str, keys: Sequence[str]) -> dict[str, Manifest | None]:
+        """The manifests of many partitions, read at the same time where each is a request."""
+        partitions = [self.partition(table, key) for key in keys]
+        return dict(zip(keys, self.read_many(Partition.manifest, partitions), strict=True))
+
+    def read_many(self, read: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """What `read` makes of each item; at the same time on object storage, where it waits."""
+        if self.is_local:
+            return [read(item) for item in items]
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(read, items))
 
     def read_json(self, name: str) -> Any:
         """The value stored under `name`, or None."""
@@ -326,13 +366,13 @@ class Store:
         kind = _kind(name)
         fault_point(f"{kind} open")
         if not self.is_local:
-            # An object appears when its upload is closed; one that failed is spooled here only.
+            # Never a file that is open on the storage: closing it would commit what is there.
             with tempfile.TemporaryFile() as spool:
                 yield spool
                 spool.seek(0)
                 fault_point(f"{kind} upload")
-                with self.fs.open(path, "wb") as target:
-                    shutil.copyfileobj(spool, target, 1 << 24)
+                self.fs.upload(path, spool)
+            fault_point(f"{kind} uploaded")
             return
         temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}-{name}"
         with disk_errors(path):
@@ -377,11 +417,15 @@ class Partition:
         ValueError
             If the manifest cannot be read, or was written by a newer version.
         """
-        path = f"{self.path}/{MANIFEST}"
         try:
-            manifest = Manifest.model_validate_json(self.store.fs.cat_file(path))
+            return self._parse(self.store.fs.cat_file(f"{self.path}/{MANIFEST}"))
         except FileNotFoundError:
             return None
+
+    def _parse(self, data: bytes) -> Manifest:
+        path = f"{self.path}/{MANIFEST}"
+        try:
+            manifest = Manifest.model_validate_json(data)
         except ValidationError:
             raise DamagedManifestError(
                 f"{path} is not a manifest; materialise {self.table} again, which makes it anew"
@@ -441,6 +485,8 @@ class Partition:
             with self._open(part) as file:
                 for batch in file.iter_batches(batch_size, columns=columns):
                     yield _with_later_columns(batch, FIXED_SCHEMAS.get(self.table), columns)
+        except StorageError:  # which says nothing against the part
+            raise
         except (pa.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
@@ -491,7 +537,15 @@ class Partition:
                         stack.enter_context(filelock.FileLock(f"{self.path}/.lock", timeout=0))
                 except filelock.Timeout:
                     raise RuntimeError(self._busy(self.manifest())) from None
-            yield PartitionWriter(self)
+            writer = PartitionWriter(self)
+            try:
+                writer.clear_away()
+                yield writer
+            except (OSError, ValueError) as error:
+                # One that takes the partition over clears away what is not committed.
+                if not self.store.is_local and (holder := writer.overtaken_by()):
+                    raise RuntimeError(self._busy(holder)) from error
+                raise
 
     def _busy(self, manifest: Manifest | None) -> str:
         holder = "another run"
@@ -502,27 +556,50 @@ class Partition:
 
     def check_part(self, part: Part) -> None:
         """Raise a ValueError if a part is missing, or is not the file that was committed."""
-        if problem := self._problem(part):
-            raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
-
-    def _problem(self, part: Part) -> str | None:
         try:
-            size = self.store.fs.size(self.part_path(part))
+            sizes = {part.name: self.store.fs.size(self.part_path(part))}
         except FileNotFoundError:
-            return "is missing"
-        return None if size == part.bytes else f"is torn ({size} of {part.bytes} bytes)"
+            sizes = {}
+        self._raise_problem(part, sizes)
+
+    def check_parts(self, parts: Sequence[Part]) -> None:
+        """The same for several parts, with one look at the folder."""
+        sizes = self.file_sizes()
+        for part in parts:
+            self._raise_problem(part, sizes)
+
+    def file_sizes(self) -> dict[str, int]:
+        """What lies in the partition's folder, by name: one request for a thousand files."""
+        try:
+            entries = self.store.fs.ls(self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            entry["name"].rpartition("/")[2]: entry["size"]
+            for entry in entries
+            if entry["type"] == "file"
+        }
+
+    def _raise_problem(self, part: Part, sizes: Mapping[str, int]) -> None:
+        if problem := _problem(part, sizes):
+            raise ValueError(f"{self.part_path(part)} {problem}; materialise {self.table} again")
 
     @contextmanager
     def _open(self, part: Part) -> Iterator[pq.ParquetFile]:
         path = self.part_path(part)
         # Arrow's own file leaves no holes in Python's memory.
-        opened = pa.OSFile(path) if self.store.is_local else self.store.fs.open(path, "rb")
+        if self.store.is_local:
+            opened = pa.OSFile(path)
+        else:
+            opened = self.store.fs.open(path, "rb", size=part.bytes)
         with opened as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             yield file
 
 
 class PartitionWriter:
     """The right to write one partition: adds parts, and says which of them count.
+
+    `Partition.writer` makes one, and has it clear the folder.
 
     Attributes
     ----------
@@ -538,8 +615,9 @@ class PartitionWriter:
         self.partition = partition
         self.set_aside: list[str] = []
         self.lost: list[str] = []
+        self._seen: Version | None = None  # the state of the manifest on object storage
         try:
-            manifest = partition.manifest()
+            manifest = self._read_manifest()
         except DamagedManifestError:
             manifest = self._adopt_parts()
         manifest = manifest or Manifest(table=partition.table, partition=partition.key)
@@ -554,9 +632,7 @@ class PartitionWriter:
                 ),
             }
         )
-        with disk_errors(partition.path):
-            self._set_aside_strangers()
-        self._write_manifest()
+        self._write_manifest()  # from here on the partition is this writer's
 
     @contextmanager
     def new_part(self, schema: pa.Schema, temporary: bool = False) -> Iterator["PartWriter"]:
@@ -569,24 +645,24 @@ class PartitionWriter:
         name = f"{prefix}{self.manifest.epoch:06d}-{uuid.uuid4().hex}.parquet"
         store = self.partition.store
         metadata = {**(schema.metadata or {}), b"schema_version": str(SCHEMA_VERSION).encode()}
-        with (
-            store.open_atomic(f"{self.partition.path}/{name}") as file,
-            pq.ParquetWriter(
+        with store.open_atomic(f"{self.partition.path}/{name}") as file:
+            with pq.ParquetWriter(
                 file,
                 schema.with_metadata(metadata),
                 compression="zstd",
                 write_page_checksum=True,
                 # Bounds of long texts would fill the footer, which a reader holds whole.
                 write_statistics=[f.name for f in schema if not pa.types.is_string(f.type)],
-            ) as parquet,
-        ):
-            part_writer = PartWriter(parquet, schema, PIECE_ROWS if temporary else ROW_GROUP_ROWS)
-            yield part_writer
-            part_writer.flush()
+            ) as parquet:
+                rows = PIECE_ROWS if temporary else ROW_GROUP_ROWS
+                part_writer = PartWriter(parquet, schema, rows)
+                yield part_writer
+                part_writer.flush()
+            size = file.tell()
         part_writer.part = Part(
             name=name,
             rows=part_writer.rows,
-            bytes=store.fs.size(f"{self.partition.path}/{name}"),
+            bytes=size,
             first_index=part_writer.first_index,
             last_index=part_writer.last_index,
         )
@@ -608,9 +684,10 @@ class PartitionWriter:
         RuntimeError
             If another writer has taken the partition over.
         """
-        current = self.partition.manifest()
-        if current is None or current.writer != self.manifest.writer:
-            raise RuntimeError(self.partition._busy(current))
+        if self.partition.store.is_local:
+            current = self.partition.manifest()
+            if current is None or current.writer != self.manifest.writer:
+                raise RuntimeError(self.partition._busy(current))
         fault_point("commit")
         kept = self.manifest.kept if kept is None else kept
         replaced = {part.name for part in self.manifest.stored}
@@ -636,19 +713,48 @@ class PartitionWriter:
             fault_point("delete piece")
             self.partition.delete(part.name)
 
+    def overtaken_by(self) -> Manifest | None:
+        """The manifest of another writer that has taken the partition over, or None."""
+        current = sound_manifest(self.partition)
+        return current if current and current.writer != self.manifest.writer else None
+
+    def _read_manifest(self) -> Manifest | None:
+        store, path = self.partition.store, f"{self.partition.path}/{MANIFEST}"
+        if store.is_local:
+            return self.partition.manifest()
+        try:
+            data, self._seen = store.fs.read_version(path)
+        except FileNotFoundError:
+            return None
+        return self.partition._parse(data)
+
     def _write_manifest(self) -> None:
-        with self.partition.store.open_atomic(f"{self.partition.path}/{MANIFEST}") as file:
-            file.write(self.manifest.model_dump_json(indent=1).encode())
+        store, path = self.partition.store, f"{self.partition.path}/{MANIFEST}"
+        data = self.manifest.model_dump_json(indent=1).encode()
+        if store.is_local:
+            with store.open_atomic(path) as file:
+                file.write(data)
+            return
+        fault_point("manifest open")
+        try:
+            self._seen = store.fs.replace(path, data, self._seen)
+        except ChangedError:
+            raise RuntimeError(self.partition._busy(sound_manifest(self.partition))) from None
+        fault_point("manifest uploaded")
+        store.fs.check_conditions(path, data)
 
     def _adopt_parts(self) -> Manifest:
         """Put a damaged manifest aside; what whole parts hold is not lost with it."""
         fs, folder = self.partition.store.fs, self.partition.path
         self._put_aside(MANIFEST, f"{uuid.uuid4().hex}-{MANIFEST}")
+        self._seen = None
         parts = []
         for path in fs.glob(f"{folder}/part-*.parquet"):
             try:
                 with fs.open(path, "rb") as raw, pq.ParquetFile(raw) as file:
                     rows, bounds = file.metadata.num_rows, _row_index_bounds(file)
+            except StorageError:
+                raise
             except (pa.ArrowException, OSError):
                 continue  # not whole: set aside with the strangers
             parts.append(
@@ -660,7 +766,12 @@ class PartitionWriter:
                     last_index=bounds[1],
                 )
             )
-        return Manifest(table=self.partition.table, partition=self.partition.key, parts=parts)
+        return Manifest(
+            table=self.partition.table,
+            partition=self.partition.key,
+            epoch=max((_epoch(part.name) for part in parts), default=0),
+            parts=parts,
+        )
 
     def _put_aside(self, name: str, new_name: str) -> None:
         fs, folder = self.partition.store.fs, self.partition.path
@@ -668,24 +779,53 @@ class PartitionWriter:
         fs.mv(f"{folder}/{name}", f"{folder}/{SET_ASIDE}/{new_name}")
         self.set_aside.append(f"{folder}/{SET_ASIDE}/{new_name}")
 
-    def _set_aside_strangers(self) -> None:
+    def clear_away(self) -> None:
         """Move away what no manifest names and parts that are not as committed."""
-        fs, folder = self.partition.store.fs, self.partition.path
-        problems = {part.name: self.partition._problem(part) for part in self.manifest.stored}
+        with disk_errors(self.partition.path):
+            self._set_aside_strangers()
+        if self.lost:
+            self._write_manifest()
+
+    def _set_aside_strangers(self) -> None:
+        folder, sizes = self.partition.path, self.partition.file_sizes()
+        problems = {part.name: _problem(part, sizes) for part in self.manifest.stored}
         torn = {name for name, problem in problems.items() if problem}
         self.lost += [f"{folder}/{name} {problems[name]}" for name in sorted(torn)]
         known = problems.keys() - torn
-        files = fs.ls(folder, detail=False) if fs.exists(folder) else []
-        for path in files:
-            name = path.rpartition("/")[2]
+        for name in sizes:
+            if _epoch(name) >= self.manifest.epoch:
+                continue  # of a writer that has taken the partition over meanwhile
             if name.startswith(TEMPORARY) or name in self.manifest.replaced:
                 self.partition.delete(name)  # an interrupted write or deletion of ours
             elif name.endswith(".parquet") and name not in known:
-                self._put_aside(name, name)
+                with suppress(FileNotFoundError):  # a writer that was overtaken did it
+                    self._put_aside(name, name)
         self.manifest.kept = [p for p in self.manifest.kept if p.name not in torn]
         if torn & {part.name for part in self.manifest.parts}:
             self.manifest.parts = [p for p in self.manifest.parts if p.name not in torn]
             self.manifest.complete = False
+
+
+def sound_manifest(partition: Partition) -> Manifest | None:
+    """The committed state; None also where it cannot be read, since a run then makes it anew."""
+    try:
+        return partition.manifest()
+    except ValueError:
+        return None
+
+
+def _epoch(name: str) -> int:
+    """The epoch of the writer of a part, going by its name; 0 for what is none of ours."""
+    match = EPOCH.match(name)
+    return int(match[1]) if match else 0
+
+
+def _problem(part: Part, sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with a part, going by the sizes of the files that are there."""
+    size = sizes.get(part.name)
+    if size is None:
+        return "is missing"
+    return None if size == part.bytes else f"is torn ({size} of {part.bytes} bytes)"
 
 
 def _with_later_columns(

@@ -21,8 +21,7 @@ def scan_partition(partition: Partition) -> pl.LazyFrame:
 
 
 def _scan_parts(partition: Partition, manifest: Manifest) -> pl.LazyFrame:
-    for part in manifest.parts:
-        partition.check_part(part)
+    partition.check_parts(manifest.parts)
     paths = [partition.part_path(part) for part in manifest.parts]
     return pl.concat([_scan(partition.store, path) for path in paths])
 
@@ -41,17 +40,9 @@ def _scan_finished(partition: Partition) -> pl.LazyFrame | None:
     return None
 
 
-def sound_manifest(partition: Partition) -> Manifest | None:
-    """The committed state; None also where it cannot be read, since a run then makes it anew."""
-    try:
-        return partition.manifest()
-    except ValueError:
-        return None
-
-
 def finished_partitions(store: Store, table: str) -> list[str]:
     """Keys of a table's finished partitions, sorted."""
-    manifests = {key: store.partition(table, key).manifest() for key in store.partition_keys(table)}
+    manifests = store.manifests(table, store.partition_keys(table))
     return [key for key, manifest in manifests.items() if manifest and manifest.complete]
 
 
@@ -98,5 +89,9 @@ def scan_table(
 def _scan(store: Store, path: str) -> pl.LazyFrame:
     if store.is_local:
         return pl.scan_parquet(path)
-    with store.fs.open(path, "rb") as file:
-        return pl.read_parquet(file).lazy()
+    import pyarrow.dataset as ds
+
+    # Not by polars' own reader, which would want the storage options under other names.
+    return pl.scan_pyarrow_dataset(
+        ds.dataset([store.fs._strip_protocol(path)], filesystem=store.fs)
+    )

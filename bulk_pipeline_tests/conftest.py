@@ -1,11 +1,13 @@
-"""Fixtures that all tests share: the toy model and the small real one."""
+"""Fixtures that all tests share: the toy model, the small real one, and an S3 server."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+from bulk_pipeline_tests.s3 import ENVIRONMENT, S3, s3_server
 from bulk_pipeline_tests.toy import toy_model
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -40,3 +42,22 @@ def smollm2() -> Path:
     from bulk_pipeline.embedded_model import fetch_smollm2
 
     return fetch_smollm2(MODELS / "smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3]:
+    """An S3 server, and the environment that leads to it."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: S3) -> Iterator[S3]:
+    """The server without faults, and with no request noted."""
+    s3_process.requests.clear()
+    yield s3_process
+    s3_process.heeds_conditions = True
+    s3_process.before = s3_process.after = lambda method, key: None

@@ -60,6 +60,8 @@ class Crashes:
             Last word of the prompt at which the trivial one kills the process.
         redo, seconds
             As they say; seconds is what a step of the trivial one takes.
+        folder
+            Where the processes note what they did; by default beside the tables.
 
         Returns
         -------
@@ -146,7 +148,7 @@ def _child(order: dict[str, Any], generators: dict[str, Generator], answer: Path
     store_module.fault = order.get("fault", "")
     store_module.points_passed.clear()
     spec = load_spec(order["spec"])
-    finished = Path(spec.output.root).parent / "finished"
+    finished = answer.parent / "finished"
     result: dict[str, Any] = {"error": None}
     inner: Generator = (
         generators["toy"]
@@ -172,12 +174,12 @@ def _serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         spec = load_spec(order["spec"])
-        root = Path(spec.output.root).parent
-        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(order.get("folder") or Path(spec.output.root).parent)
+        folder.mkdir(parents=True, exist_ok=True)
         if order.get("generator", "toy") == "toy" and not generators:
             assert spec.generator is not None
             generators["toy"] = load_generator(spec.generator)
-        answer = root / "answer.json"
+        answer = folder / "answer.json"
         answer.unlink(missing_ok=True)
         child = os.fork()
         if not child:

@@ -6,11 +6,9 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,17 +35,14 @@ SORTED_SCHEMA = pa.schema(
 )
 
 
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture(params=["local", "memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A store on each kind of file system: with a lock, and without."""
     if request.param == "local":
-        yield Store(str(tmp_path), "data")
-        return
-    folder = f"store-{uuid.uuid4().hex}"
-    yield Store(f"memory://{folder}", "data")
-    fs = fsspec.filesystem("memory")
-    if fs.exists(f"/{folder}"):
-        fs.rm(f"/{folder}", recursive=True)
+        return Store(str(tmp_path), "data")
+    if request.param == "memory":
+        return Store(f"memory://store-{uuid.uuid4().hex}", "data")
+    return Store(f"{request.getfixturevalue('s3').new_bucket()}/tables", "data")
 
 
 @pytest.fixture

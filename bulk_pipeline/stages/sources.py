@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
+from bulk_pipeline.objects import ObjectStorage, is_object_url
 from bulk_pipeline.spec import FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.formats.batch import BATCH_ROWS, Batch
 from bulk_pipeline.stages.formats.json import json_lines, read_json, read_jsonl
@@ -168,13 +169,20 @@ def file_system(source: FilesSource) -> tuple[Any, list[str]]:
         If the paths are on different file systems.
     """
     paths = [source.path] if isinstance(source.path, str) else source.path
-    pairs = [fsspec.core.url_to_fs(path, **source.storage_options) for path in paths]
+    pairs = [_find_file_system(path, source.storage_options) for path in paths]
     if len({id(fs) for fs, _ in pairs}) != 1:
         raise ValueError(
             f"source.path must name at least one path, all on one file system, got {paths}; "
             "make a dataset for each"
         )
     return pairs[0][0], [path for _, path in pairs]
+
+
+def _find_file_system(path: str, options: dict[str, Any]) -> tuple[Any, str]:
+    scheme = path.partition("://")[0]
+    if is_object_url(path) and scheme != "memory":  # which is fsspec's own
+        return ObjectStorage(scheme, **options), ObjectStorage._strip_protocol(path)
+    return fsspec.core.url_to_fs(path, **options)
 
 
 class _HashedFile(io.RawIOBase):

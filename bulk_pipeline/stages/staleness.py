@@ -58,7 +58,11 @@ def find_missing_or_stale(
     """
     plan = plan_partitions(spec, store) if plan is None else plan
     judge = _Judge(spec, store, settings or spec.generator)
-    reasons = {key: judge.reason(key, slice_) for key, slice_ in plan.items()}
+    found = store.read_many(judge.manifests, plan)
+    reasons = {
+        key: judge.reason(slice_, manifests)
+        for (key, slice_), manifests in zip(plan.items(), found, strict=True)
+    }
     return {key: reason for key, reason in reasons.items() if reason is not None}
 
 
@@ -92,11 +96,16 @@ class _Judge:
             model_fingerprint(self.folder, device_extras(self.settings, each)) for each in on_cpu
         }
 
-    def reason(self, key: str, slice_: Slice) -> str | None:
+    def manifests(self, key: str) -> dict[str, Manifest | None] | str:
+        """A partition's manifests by table, or what is wrong with one of them."""
         try:
-            found = {table: self.store.partition(table, key).manifest() for table in TABLES}
+            return {table: self.store.partition(table, key).manifest() for table in TABLES}
         except ValueError as error:
             return str(error)
+
+    def reason(self, slice_: Slice, found: dict[str, Manifest | None] | str) -> str | None:
+        if isinstance(found, str):
+            return found
         if not any(found.values()):
             return "missing"
         unfinished = [table for table, manifest in found.items() if not _is_complete(manifest)]
