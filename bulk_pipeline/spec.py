@@ -45,8 +45,9 @@ class FilesSource(_Source):
 
     type: Literal["files"] = Field("files", description="Rows come from files.")
     path: str | list[str] = Field(
-        description="File, folder or glob, or a list of them; local, or an fsspec URL such as "
-        "s3://bucket/*.jsonl. Relative paths start at the project's folder."
+        description="File, folder or glob, or a list of them; local, on object storage such as "
+        "s3://bucket/*.jsonl, or another URL that fsspec knows. Relative paths start at the "
+        "project's folder."
     )
     format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text", "openai_batch"] = (
         Field(
@@ -58,7 +59,9 @@ class FilesSource(_Source):
         )
     )
     storage_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options for fsspec's file system. Default: none."
+        default_factory=dict,
+        description="Options for object storage, such as endpoint and region, or for another of "
+        "fsspec's file systems. Default: none, the environment's count.",
     )
 
     @model_validator(mode="before")
@@ -201,8 +204,9 @@ class GeneratorSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(
-        description="Model folder, or hub id (owner/name). Relative paths start at the project's "
-        "folder."
+        description="Model folder, hub id (owner/name), or URL: a folder on s3://, gs:// or az://, "
+        "or an archive (.tar, .tar.gz, .tgz, .zip) there or on https://; a machine downloads it "
+        "once. Relative paths start at the project's folder."
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model. Default: the newest."
@@ -274,7 +278,7 @@ class GeneratorSettings(BaseModel):
     )
     draft_model: str | None = Field(
         None,
-        description="Folder or hub id of a smaller model with the same vocabulary, for "
+        description="Folder, hub id or URL of a smaller model with the same vocabulary, for "
         "speculative decoding; pays with small batches only. Off: null.",
     )
     num_draft_tokens: int = Field(
@@ -339,11 +343,13 @@ class OutputSpec(Settings):
 
     root: str = Field(
         "data/bulk",
-        description="Folder or fsspec URL that holds all tables of the dataset, under its name. "
-        "Relative paths start at the project's folder.",
+        description="Folder, or URL of object storage (s3://, gs://, az://, memory://), that holds "
+        "all tables of the dataset, under its name. Relative paths start at the project's folder.",
     )
     storage_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options for fsspec's file system. Default: none."
+        default_factory=dict,
+        description="Options for object storage, such as endpoint and region; "
+        "see docs/object_storage.md. Default: none, the environment's count.",
     )
     formats: list[Literal["jsonl", "json", "csv", "openai_batch"]] = Field(
         default_factory=list,

@@ -11,11 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bulk_pipeline.engine.model_download import (
+    download_model,
+    find_downloaded,
+    is_archive,
+    is_model_url,
+)
 from bulk_pipeline.spec import GeneratorSettings
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+|[\w-][\w.-]*")
-TOKENIZER_FILES = ("*.json", "*.jinja")  # of a hub model; pickles (*.bin, *.pt) never
+TOKENIZER_FILES = ("*.json", "*.jinja")  # of what is downloaded; pickles (*.bin, *.pt) never
 WEIGHT_FILES = ("*.safetensors",)
+MODEL_FILES = (*TOKENIZER_FILES, *WEIGHT_FILES)
 
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 64 * 1024  # read of each shard for a fingerprint
 QUANTISATION_FILES = ("quantization_config.json", "quantize_config.json", "hf_quant_config.json")
@@ -34,7 +41,8 @@ def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool 
     Parameters
     ----------
     model
-        Folder, or hub id; a hub model is downloaded where it is not in the hub's cache.
+        Folder, hub id or URL; a model that this machine does not have is downloaded, by one
+        process at a time.
     revision
         Branch, tag or commit of a hub model.
     tokenizer_only
@@ -46,7 +54,9 @@ def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool 
         One line, if there is no such model or it is incomplete.
     """
     folder = Path(model).expanduser()
-    if not folder.is_dir():
+    if is_model_url(model):
+        folder = _from_url(model, revision, tokenizer_only)
+    elif not folder.is_dir():
         if not HUB_ID.fullmatch(model):
             raise ValueError(
                 f"generator.model: no folder {model}; download the model there, or correct the path"
@@ -59,6 +69,16 @@ def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool 
                 "at a complete model folder"
             )
     return folder
+
+
+def _from_url(model: str, revision: str | None, tokenizer_only: bool) -> Path:
+    if revision is not None:
+        raise ValueError(
+            f"generator.revision is for models of the hub, and {model} is a URL; remove it"
+        )
+    if tokenizer_only and not is_archive(model):
+        return find_downloaded(model, MODEL_FILES) or download_model(model, TOKENIZER_FILES)
+    return download_model(model, MODEL_FILES)
 
 
 def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> Path:
@@ -93,6 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def find_model(settings: GeneratorSettings) -> Path | None:
     """The model's folder if it is on this machine, weights included; downloads nothing."""
+    if is_model_url(settings.model):
+        return find_downloaded(settings.model, MODEL_FILES)
     folder = Path(settings.model).expanduser()
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
