@@ -503,6 +503,7 @@ def rope_and_store(
         D_PADDED=triton.next_power_of_2(size),
         NORM=head_norms is not None,
         num_warps=1 if size * (q_heads // kv_heads + 1) <= 1024 else 4,
+        enable_fp_fusion=False,  # else a product is added without being rounded
     )
 
 

@@ -5,9 +5,12 @@ tokens may come next. The bits are filled on the host while the device runs the 
 only they travel.
 """
 
+import itertools
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from bulk_pipeline.engine.sampling_slots import upload
 
 BITS = 32
 KEPT_GRAMMARS = 1024  # compiled ones, the longest unused dropped first
+MAX_COPIES = 32  # of a compiled grammar; as many threads llguidance's executor has at most
 # No white space but a space after a colon or comma, as most JSON is written: where there may be
 # any, a model can go on with it for ever. A schema's own "x-guidance" takes precedence.
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -36,12 +40,18 @@ class RowGrammar:
 
     Attributes
     ----------
+    copy
+        Number of the compiled grammar that this one shares its lexer with: one thread at a time
+        works on it.
     end_ids
         Tokens that may end the answer where the grammar allows an end.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, copy: int, tokenizer: LLTokenizer, end_ids: Sequence[int]
+    ) -> None:
         self.matcher = matcher
+        self.copy = copy
         self.eos_id = tokenizer.eos_token
         self.num_words = -(-tokenizer.vocab_size // BITS)
         self.end_ids = np.array(end_ids or [self.eos_id], np.int64)
@@ -54,8 +64,24 @@ class RowGrammar:
         return NO_TOKEN_LEFT.format(one_line(self.matcher.get_error()))
 
 
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar, compiled once for each thread that may work on it, as far as rows came.
+
+    Attributes
+    ----------
+    copies
+        Matchers that rows start from, each with its number.
+    num_rows
+        Rows that started so far.
+    """
+
+    copies: list[tuple[LLMatcher, int]]
+    num_rows: int = 0
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer, each once.
+    """Compiles grammars for one tokenizer, each at most once for every processor.
 
     Parameters
     ----------
@@ -69,7 +95,9 @@ class Grammars:
         self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
         self._tokenizer: LLTokenizer | None = None  # takes a moment, and few need it
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher | str] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, _Compiled | str] = OrderedDict()
+        self._max_copies = min(len(os.sched_getaffinity(0)), MAX_COPIES)
+        self._num_copies = itertools.count()
 
     def problem_with(self, structured: StructuredOutput) -> str | None:
         """Say in one line why answers cannot follow this grammar; None if they can."""
@@ -83,18 +111,22 @@ class Grammars:
         compiled = self._compile(params.structured)
         assert not isinstance(compiled, str)
         assert self._tokenizer is not None
+        place = compiled.num_rows % self._max_copies
+        if place == len(compiled.copies):
+            compiled.copies.append(self._compile_once(params.structured))
+        compiled.num_rows += 1
+        matcher, copy = compiled.copies[place]
         ends = [i for i in params.stop_token_ids if 0 <= i < self._vocab_size]
-        return RowGrammar(compiled.deep_copy(), self._tokenizer, ends)
+        return RowGrammar(matcher.deep_copy(), copy, self._tokenizer, ends)
 
-    def _compile(self, structured: StructuredOutput) -> LLMatcher | str:
+    def _compile(self, structured: StructuredOutput) -> _Compiled | str:
         """Return what rows start from, or the problem in one line."""
         found = self._compiled.get(structured)
         if found is None:
             try:
-                found = LLMatcher(
-                    self._ll_tokenizer(), grammar_of(structured), log_level=0, limits=self._limits
-                )
-                reason = found.get_error()
+                first = self._compile_once(structured)
+                reason = first[0].get_error()
+                found = _Compiled([first])
             except ValueError as error:
                 reason = str(error)
             if reason:
@@ -108,6 +140,11 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(structured)
         return found
+
+    def _compile_once(self, structured: StructuredOutput) -> tuple[LLMatcher, int]:
+        grammar = grammar_of(structured)
+        matcher = LLMatcher(self._ll_tokenizer(), grammar, log_level=0, limits=self._limits)
+        return matcher, next(self._num_copies)
 
     def _ll_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
@@ -154,12 +191,11 @@ class GrammarSlots:
             grammars = [self.of(slot) for slot in slots[places]]
             tokens = ids[places].tolist()
             going_on = zip(grammars, tokens, ended[places], strict=True)
-            taken = [
-                (grammar.matcher, token) for grammar, token, is_over in going_on if not is_over
-            ]
+            taken = [(grammar, token) for grammar, token, is_over in going_on if not is_over]
             if taken:
                 assert self._executor is not None
-                self._executor.consume_token_par(taken)
+                taken.sort(key=lambda pair: pair[0].copy)  # as in _fill
+                self._executor.consume_token_par([(one.matcher, token) for one, token in taken])
             # what is in error is stopped, too
             ends[places] = [grammar.matcher.is_stopped() for grammar in grammars]
         return ends
@@ -191,7 +227,9 @@ class GrammarSlots:
         assert self._executor is not None
         # the last step's upload is done: its tokens have been read
         masks = self._masks[: len(grammars)]
-        matchers = [(grammar.matcher, place) for place, grammar in enumerate(grammars)]
+        # those that share a lexer side by side, for one thread: else threads wait for each other
+        order = sorted(range(len(grammars)), key=lambda place: grammars[place].copy)
+        matchers = [(grammars[place].matcher, place) for place in order]
         fill_next_token_bitmask_par(self._executor, matchers, masks)
         word, bit = divmod(grammars[0].eos_id, BITS)
         bits = masks.view(np.uint32)

@@ -51,6 +51,7 @@ if not HAS_GPU:
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 PAGE = 256
 HEADS = {  # heads, key heads, head size

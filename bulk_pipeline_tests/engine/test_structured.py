@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -288,6 +289,16 @@ class TestWrong:
 
 
 class TestCompiled:
+    def test_once_for_each_processor(self, toy_float64, monkeypatch):
+        """llguidance's threads wait for each other at a lexer that they share."""
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+        grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
+        params = make_params(structured=GRAMMARS["regex"])
+        copies = [grammars.start(params).copy for _ in range(7)]
+        others = [grammars.start(make_params(structured=GRAMMARS["choice"])).copy for _ in "ab"]
+        assert copies[:3] * 2 + copies[:1] == copies
+        assert len({*copies, *others}) == 5
+
     def test_each_grammar_once(self, toy_float64):
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
         params = make_params(structured=GRAMMARS["regex"])
