@@ -79,7 +79,7 @@ def _reason(url: str, error: Exception) -> str:
             f"no valid credentials ({told or 'none found'}); set them in the environment, such as "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give storage_options"
         )
-    if isinstance(error, PermissionDeniedError):
+    if isinstance(error, PermissionDeniedError) or told.startswith("403"):
         return (
             f"access was refused ({told}); the credentials need the right to list, read, write and "
             "delete there"

@@ -359,6 +359,30 @@ class Store:
         with self.open_atomic(f"{self.path}/{name}") as file:
             file.write(text.encode())
 
+    def read_seen_json(self, name: str) -> tuple[Any, Version | None]:
+        """The value stored under `name`, or None, and what `replace_json` wants to know."""
+        if self.is_local:
+            return self.read_json(name), None
+        try:
+            data, seen = self.fs.read_version(f"{self.path}/{name}")
+        except FileNotFoundError:
+            return None, None
+        return json.loads(data), seen
+
+    def replace_json(self, name: str, value: Any, seen: Version | None) -> None:
+        """Store `value` under `name`; on object storage, only if it is still what was seen.
+
+        Raises
+        ------
+        ChangedError
+            If somebody else has changed it.
+        """
+        if self.is_local:
+            self.write_json(name, value)
+            return
+        text = json.dumps(value, indent=1, sort_keys=True)
+        self.fs.replace(f"{self.path}/{name}", text.encode(), seen)
+
     @contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Open `path` for writing; it appears, whole, only when the block ends without error."""

@@ -135,7 +135,9 @@ def evaluate(document: Document, stop: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page, project):
+def test_the_blocks_of_a_page_run(page, project, request):
+    if page == DOCS / "object_storage.md":
+        request.getfixturevalue("s3").client().create_bucket(Bucket="my-bucket")
     if page not in (DATASET_PAGE, ROOT / "README.md"):
         document = parse(DATASET_PAGE)
         evaluate(document, document.text.index(END_OF_SETUP))

@@ -16,7 +16,7 @@ from bulk_pipeline import scan_table
 from bulk_pipeline.objects import ChangedError, ObjectStorage, StorageError
 from bulk_pipeline.spec import FilesSource
 from bulk_pipeline.stages.ingest import ingest_partition
-from bulk_pipeline.stages.partitions import list_files
+from bulk_pipeline.stages.partitions import list_files, plan_partitions
 from bulk_pipeline.store import OUTPUT, RAW_DATASET, Partition, PartitionWriter, Store
 from bulk_pipeline_tests.factories import make_spec, read_rows
 from bulk_pipeline_tests.s3 import S3
@@ -164,6 +164,26 @@ def test_of_many_writers_at_once_each_commit_is_whole(s3):
     assert [each[last] for each in committed if last in each] == [indices(partition)]
 
 
+def test_keys_that_two_machines_give_at_once_are_all_kept(s3):
+    """Both see a file of a name that is taken once cleaned; the second finds the first's key."""
+    root = s3.new_bucket()
+    spec = make_spec(root, source={"path": f"{root}/in"}, partitions={"by": "file"})
+    store = Store(spec.output.root, spec.name)
+    s3.fill(root, ["in/a b.jsonl"], b'{"text": "one"}\n')
+    others: list[dict] = []
+
+    def other_machine(method: str, key: str) -> None:
+        if method == "PUT" and key.endswith("partitions.json") and not others:
+            others.append({})  # not again for its own request
+            s3.fill(root, ["in/a_b.jsonl"], b'{"text": "two"}\n')
+            others[0] = {k: s.files[0].relative for k, s in plan_partitions(spec, store).items()}
+
+    s3.before = other_machine
+    plan = {key: each.files[0].relative for key, each in plan_partitions(spec, store).items()}
+    assert plan == others[0]
+    assert sorted(plan.values()) == ["a b.jsonl", "a_b.jsonl"]
+
+
 # --- retries and messages ------------------------------------------------------------------------
 
 
@@ -193,6 +213,8 @@ def test_refused_access_is_one_line(s3):
     with pytest.raises(StorageError, match=message) as error:
         Store(root, "data").read_json("x.json")
     assert "\n" not in str(error.value)
+    with pytest.raises(StorageError, match=rf"^{root}/data/output: access was refused"):
+        Store(root, "data").partition_keys(OUTPUT)
 
 
 def test_a_missing_bucket_is_no_empty_table(s3):

@@ -21,7 +21,7 @@ from bulk_pipeline.store import Partition, disk_errors, fault_point
 JOURNAL = "in_flight.journal"
 ISOLATE_DEATHS = 2  # after so many deaths a request runs alone
 MAX_DEATHS = 3  # after so many it is given up
-REMOTE_AHEAD = 64  # requests noted at once where each note is a whole object
+REMOTE_AHEAD = 256  # requests noted at once where each note is a whole object
 MAX_BYTES = 1 << 20  # the file is written afresh when it is longer
 
 log = logging.getLogger(__name__)

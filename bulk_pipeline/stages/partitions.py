@@ -15,6 +15,7 @@ from typing import Any
 
 from fsspec.core import has_magic
 
+from bulk_pipeline.objects import ChangedError
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.sources import (
     FilesReader,
@@ -26,6 +27,7 @@ from bulk_pipeline.stages.sources import (
 from bulk_pipeline.store import Store, check_partition_key
 
 PARTITIONS_FILE = "partitions.json"
+TRIES = 5  # at giving keys while other machines do
 WHOLE = "all"  # the key of a dataset that is not cut
 MAX_KEY_LENGTH = 150
 HASH_DIGITS = 8
@@ -79,14 +81,28 @@ def plan_partitions(
     NoFilesError
         If `source.path` matches no file.
     """
-    stored = store.read_json(PARTITIONS_FILE) or {}
+    for _ in range(TRIES):
+        try:
+            return _plan_once(spec, store, files)
+        except ChangedError:  # another machine gave keys at the same time; its keys count
+            continue
+    raise RuntimeError(
+        f"{store.path}/{PARTITIONS_FILE} is changed by others all the time; run again later"
+    )
+
+
+def _plan_once(
+    spec: BulkInferenceSpec, store: Store, files: list[SourceFile] | None
+) -> dict[str, Slice]:
+    stored, seen = store.read_seen_json(PARTITIONS_FILE)
+    stored = stored or {}
     known = {name: dict(stored.get(name, {})) for name in ("file", "folder", "row_counts")}
     if isinstance(spec.source, HuggingFaceSource):
         plan = _plan_dataset(spec, spec.source)
     else:
         plan = _plan_files(spec, spec.source, known, files or list_files(spec.source))
     if any(known[name] != stored.get(name, {}) for name in known):
-        store.write_json(PARTITIONS_FILE, known)
+        store.replace_json(PARTITIONS_FILE, known, seen)
     return plan
 
 
