@@ -44,6 +44,11 @@ def progress_numbers(progress: Progress) -> dict[str, int | float]:
         "tokens_per_second": progress.tokens_per_second,
         "mean_batch": progress.mean_batch,
         **({} if progress.cache_use is None else {"cache_use": progress.cache_use}),
+        **(
+            {}
+            if progress.draft_acceptance is None
+            else {"draft_acceptance": progress.draft_acceptance}
+        ),
         **({} if left is None else {"seconds_left": left}),
     }
 

@@ -84,6 +84,8 @@ class PartitionReport:
                 "cached_token_share": totals["cached_tokens"] / max(totals["prompt_tokens"], 1),
                 "mean_batch": self.mean_batch(),
             }
+        if drafted := totals["drafted_tokens"]:
+            values["draft_acceptance"] = totals["accepted_tokens"] / drafted
         if gpu_seconds := self.gpu_seconds():
             values["gpu_seconds"] = gpu_seconds
         if self.price_per_hour is not None and made:

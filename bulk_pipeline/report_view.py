@@ -175,6 +175,9 @@ def _facts(report: PartitionReport) -> list[list[Any]]:
             ["requests at once", f"{numbers['mean_batch']:.1f}"],
             ["prompt tokens from the cache", f"{numbers['cached_token_share']:.1%}"],
         ]
+    if "draft_acceptance" in numbers:
+        share = f"{numbers['draft_acceptance']:.1%} of {totals['drafted_tokens']:,}"
+        facts.append(["drafted tokens that were right", share])
     if "gpu_seconds" in numbers:
         facts.append(["GPU-seconds", f"{numbers['gpu_seconds']:,.0f}"])
     if "cost" in numbers:

@@ -286,16 +286,17 @@ class GeneratorSettings(BaseModel):
     )
     speculative: Literal["off", "auto", "ngram"] = Field(
         "off",
-        description="Draft without a model, for small batches: where the last tokens of a row "
-        "stood before, in its prompt or its answer, what followed them there is checked in one "
-        "pass with the next token. ngram drafts at any batch, auto while at most "
-        "`speculative_max_rows` rows run.",
+        description="Whether to draft tokens and check several in one pass, which pays with small "
+        "batches. ngram drafts, at any batch, what followed a row's last tokens where they stood "
+        "before in its prompt or its answer. auto does so while at most `speculative_max_rows` "
+        "rows run; a `draft_model` drafts in its place where `max_batch_size` is at most that, and "
+        "is not loaded where it is more. off: only a `draft_model` drafts, at any batch.",
     )
     speculative_max_rows: int = Field(
         8,
         ge=1,
         le=4096,
-        description="Most rows that run while speculative: auto drafts; 1 to 4096.",
+        description="Most rows at once with which `speculative: auto` drafts; 1 to 4096.",
     )
     num_speculative_tokens: int = Field(
         4, ge=1, le=16, description="Most tokens of a row drafted by n-grams a step; 1 to 16."
@@ -323,10 +324,10 @@ class GeneratorSettings(BaseModel):
                 f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
                 f"got {self.prompt_lookup_min}"
             )
-        if self.speculative != "off" and self.draft_model:
+        if self.speculative == "ngram" and self.draft_model:
             raise ValueError(
-                f"speculative: {self.speculative} does not work with draft_model; set it to off, "
-                "or draft_model to null"
+                "speculative: ngram does not work with draft_model; set it to auto or off, or "
+                "draft_model to null"
             )
         return self
 

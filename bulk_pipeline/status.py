@@ -57,7 +57,7 @@ class PartitionStatus:
             return value
         names = (
             "requests", "done", "completion_tokens", "seconds", "mean_batch", "cache_use",
-            "updated",
+            "drafted_tokens", "accepted_tokens", "updated",
         )  # fmt: skip
         return value | {
             **{name: self.progress.get(name) for name in names},
@@ -151,6 +151,8 @@ def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:
     numbers = f"{status.tokens_per_second:,.1f} tokens/s, {progress['mean_batch']:.1f} at once"
     if status.state == RUNNING and progress.get("cache_use") is not None:
         numbers += f", {progress['cache_use']:.0%} of the cache"
+    if drafted := progress.get("drafted_tokens"):
+        numbers += f", {progress['accepted_tokens'] / drafted:.0%} of drafted tokens right"
     if status.state == RUNNING:
         numbers += f", {'no estimate yet' if left is None else f'{format_seconds(left)} left'}"
     return (*where, f"[{bar}] {done} of {requests}", numbers)

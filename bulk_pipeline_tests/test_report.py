@@ -98,6 +98,15 @@ def test_numbers_of_a_partition(spec, store):
     assert numbers["cost_per_million_tokens"] == pytest.approx(held / tokens * 1e6)
 
 
+def test_drafts_of_all_runs_are_counted(spec, store):
+    complete(spec, store)
+    report = report_partition(spec, store, KEY)
+    assert "draft_acceptance" not in report.numbers()
+    report.totals |= {"drafted_tokens": 8, "accepted_tokens": 2}
+    assert report.numbers()["draft_acceptance"] == 0.25
+    assert "25.0% of 8" in to_html([report])
+
+
 def test_without_a_price_there_is_no_cost_and_on_a_cpu_no_gpu_seconds(spec, store):
     write_prompts(store, [make_prompt(0)])
     complete_partition(spec, store, KEY, EchoGenerator, "model")

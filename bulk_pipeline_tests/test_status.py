@@ -108,6 +108,13 @@ def test_a_running_partition_tells_rate_and_rest(store):
     assert "10.0 tokens/s, 2.5 at once, 40% of the cache, 12 s left" in text
 
 
+def test_a_partition_that_drafts_tells_how_often_that_is_right(store):
+    put_progress(store, done=4, seconds=8.0, mean_batch=2.5, drafted_tokens=8, accepted_tokens=2)
+    (found,) = read_status(store)
+    assert "25% of drafted tokens right" in to_text("data", [found])
+    assert found.to_json()["drafted_tokens"] == 8
+
+
 def test_a_run_that_loads_its_model_says_so(store):
     put_progress(store)
     assert "loading the model" in to_text("data", read_status(store))

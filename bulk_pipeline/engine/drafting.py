@@ -67,7 +67,7 @@ class DraftingLoop:
     def enqueue(self, rows: Iterable[Row]) -> None:
         """Let rows wait for their turn."""
         for row in rows:
-            self.generator.enqueue(_Job(row, self._num_draft, self._on_finish))
+            self.generator.enqueue(_Job(row, self._num_draft, self._on_finish, self._stats))
 
     def step(self) -> None:
         """Read some prompts, draft and generate for every running row, and end what has ended."""
@@ -89,6 +89,7 @@ class _Job(ExLlamaV2DynamicJob):
         row: Row,
         num_draft_tokens: int,
         on_finish: Callable[[Row], None],
+        stats: Stats,
     ) -> None:
         self.request = row.request
         params = self.request.sampling
@@ -101,6 +102,7 @@ class _Job(ExLlamaV2DynamicJob):
         self.token_ids: list[int] = []
         self._row = row
         self._on_finish = on_finish
+        self._stats = stats
 
     def receive_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, None, None, Any, bool]:
         """Hand on the id that was sampled in the forward pass."""
@@ -142,6 +144,8 @@ class _Job(ExLlamaV2DynamicJob):
             page for seq in self.sequences for page in seq.allocated_pages or () if page.can_revert
         ]
         super().deallocate_pages()
+        self._stats.accepted_tokens += self.accepted_draft_tokens
+        self._stats.drafted_tokens += self.accepted_draft_tokens + self.rejected_draft_tokens
         for page in unwritten:
             if page.ref_count == 0 and page.phash != page.phash_revert:
                 page.clear()

@@ -83,12 +83,13 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
     from bulk_pipeline.engine.cuda import Beside, load_cuda_model, paged_model
 
     folder = _model_folder(settings.model, settings.revision)
-    num_draft = settings.num_draft_tokens if settings.draft_model else 0
     batch_size = gpu_batch_size(
         settings,
         int(read_config(folder)["vocab_size"]),
         torch.cuda.get_device_properties(0).total_memory,
     )
+    settings = choose_drafts(settings, batch_size)
+    num_draft = settings.num_draft_tokens if settings.draft_model else 0
     rows = step_tokens(settings, batch_size)
     tokens = settings.cache_tokens and settings.cache_tokens // PAGE_TOKENS * PAGE_TOKENS
     if tokens is not None:
@@ -147,6 +148,22 @@ def gpu_batch_size(settings: GeneratorSettings, vocab_size: int, total_bytes: in
 def cpu_batch_size(settings: GeneratorSettings) -> int:
     """Return the batch size on a CPU."""
     return settings.max_batch_size or CPU_BATCH_SIZE
+
+
+def choose_drafts(settings: GeneratorSettings, batch_size: int) -> GeneratorSettings:
+    """Return the settings with one way to draft at most: what `speculative: auto` comes to."""
+    if settings.speculative != "auto" or settings.draft_model is None:
+        return settings
+    values = {name: getattr(settings, name) for name in GeneratorSettings.model_fields}
+    if batch_size <= settings.speculative_max_rows:
+        return GeneratorSettings(**values | {"speculative": "off"})
+    logger.warning(
+        "generator.draft_model is not loaded: a batch of %d is more than "
+        "generator.speculative_max_rows (%d); lower generator.max_batch_size to draft with it",
+        batch_size,
+        settings.speculative_max_rows,
+    )
+    return GeneratorSettings(**values | {"draft_model": None})
 
 
 def ngram_settings(settings: GeneratorSettings) -> NgramSettings | None:
@@ -292,6 +309,7 @@ def check_extension() -> str:
 
 
 def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
+    settings = choose_drafts(settings, cpu_batch_size(settings))
     install_stand_in()
     from bulk_pipeline.engine.cpu import PagedCache, load_cpu_model
     from bulk_pipeline.engine.forward import ChunkForward

@@ -34,7 +34,6 @@ NOT_NUMBERS = (
 DEFER_TOKENS = 64  # of a prompt, worth waiting for the pass that computes them for another row
 REFILL_SHARE = 1 / 16  # of the batch, empty before prompts are read again
 NO_TOKEN = -1
-NO_DRAFT = np.empty(0, np.int64)
 FREE_SHARE = 0.1  # pages kept free for each running row, before another one starts
 
 
@@ -558,12 +557,12 @@ class Scheduler:
     def _start_step(self) -> bool:
         """Start a step for all running rows; say whether there were any."""
         self._get_pages()
-        drafts = self._draft()
+        tokens = self._draft()
         slots = self._active
         if not len(slots):
             return False
-        if any(map(len, drafts)):
-            self._verify(slots, drafts)
+        if any(len(ids) > 1 for ids in tokens):
+            self._verify(slots, tokens)
             return True
         serials = self._serials[slots]
         if self._active_on_device is None:
@@ -648,23 +647,28 @@ class Scheduler:
             self._end(slots[ended])
 
     def _draft(self) -> list[np.ndarray]:
-        """Guess next tokens of the running rows; an array for each, or nothing at all."""
+        """Return the last token of each running row and guesses of those that follow it.
+
+        Nothing at all where no row drafts now.
+        """
         drafter = self.drafter
         if drafter is None or not self._who_drafts(drafter).any():
             return []
         while self._in_flight:  # the last tokens are what to look for
             self._finish_step()
-        is_drafting, drafts = self._who_drafts(drafter), []
-        for slot, drafting in zip(self._active.tolist(), is_drafting, strict=True):
-            most = 0
-            if drafting:
+        found = []
+        for slot, drafts in zip(self._active.tolist(), self._who_drafts(drafter), strict=True):
+            context = self._context(slot)
+            found.append(context[-1:])
+            if drafts:
+                # no more than the row may have; a page is not taken for what may be wrong
                 left = self._limits[slot] - self._generated[slot]
-                # a draft is not worth a page: what crosses its end is left out
-                most = int(min(left, self._room[slot] - self._lengths[slot])) - 1
-            drafts.append(drafter.draft(self._context(slot), most) if most > 0 else NO_DRAFT)
-            if drafting and not len(drafts[-1]):
-                drafter.learn(slot, int(self._generated[slot]), 0)
-        return drafts
+                room = self._room[slot] - self._lengths[slot]
+                guesses = drafter.draft(context, int(min(left, room)) - 1)
+                found[-1] = np.concatenate([context[-1:], guesses])
+                if not len(guesses):
+                    drafter.learn(slot, int(self._generated[slot]), 0)
+        return found
 
     def _who_drafts(self, drafter: NgramDrafter) -> np.ndarray:
         return drafter.drafting(self._active, self._generated[self._active])
@@ -675,24 +679,21 @@ class Scheduler:
         prompt = row.context[: len(row.request.input_ids)]
         return np.concatenate([prompt, self._tokens[slot, : self._generated[slot]]])
 
-    def _verify(self, slots: np.ndarray, drafts: list[np.ndarray]) -> None:
-        """Check drafts: sample behind each token of them, and keep what agrees and one more.
+    def _verify(self, slots: np.ndarray, tokens: list[np.ndarray]) -> None:
+        """Sample behind each token of the rows; keep guesses that agree, and one token more.
 
         Keys and values of tokens that were wrong stay in the row's own pages until others are
         written over them; no row reads past its length.
         """
         serials, generated = self._serials[slots], self._generated[slots]
-        counts = np.array([1 + len(draft) for draft in drafts])
+        counts = np.array([len(ids) for ids in tokens])
         firsts = counts.cumsum() - counts
         owners = np.repeat(slots, counts)
         offsets = np.arange(len(owners)) - np.repeat(firsts, counts)
-        tokens = np.empty(len(owners), np.int64)
-        for first, slot, draft in zip(firsts, slots, drafts, strict=True):
-            tokens[first] = self._context(slot)[-1]
-            tokens[first + 1 : first + 1 + len(draft)] = draft
         lengths = self._lengths[owners] + offsets
-        places = np.stack([owners, tokens, lengths, self._generated[owners] + offsets])
-        index, ids, lengths_there, positions = upload(places, self.model.device)
+        positions = self._generated[owners] + offsets
+        places = np.stack([owners, np.concatenate(tokens), lengths, positions])
+        index, ids, lengths_there, positions_there = upload(places, self.model.device)
         logits = self.model.verify(
             ids,
             lengths_there.int(),
@@ -704,7 +705,7 @@ class Scheduler:
         logprobs = self._logprobs.begin(logits, owners)
         if self._grammars.is_any(owners):
             logits = self._grammars.mask(logits, owners)
-        found = self._sampler.sample(logits, owners, index, positions)
+        found = self._sampler.sample(logits, owners, index, positions_there)
         if logprobs is not None:
             logprobs.choose(logits, found)
         found = download(found.masked_fill(is_broken, NO_TOKEN))
@@ -716,9 +717,8 @@ class Scheduler:
             self._finish_scores()
         if logprobs is not None:  # rows that ask for them have one token
             self._keep_logprobs(logprobs, owners)
-        accepted = np.array(
-            [count_accepted(d, sampled[first:]) for d, first in zip(drafts, firsts, strict=True)]
-        )
+        ends = zip(tokens, firsts.tolist(), strict=True)
+        accepted = np.array([count_accepted(ids[1:], sampled[first:]) for ids, first in ends])
         self._advance(slots, accepted + 1, sampled[firsts + accepted])
         self._stats.drafted_tokens += int(counts.sum()) - len(slots)
         self._stats.accepted_tokens += int(accepted.sum())

@@ -45,6 +45,8 @@ SUMMED = (
     "cached_tokens",
     "completion_tokens",
     "busy_seconds",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Progress:
     _spacing: float = 0.0
     _stats: Any = None  # the engine's counters, and what they were when generation began
     _first: tuple[int, int] = (0, 0)
+    _first_drafts: tuple[int, int] = (0, 0)
     _marked: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -117,6 +120,18 @@ class Progress:
         """Share of the cache that the requests in generation hold; None where it is not known."""
         return getattr(self._stats, "cache_use", None)
 
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were right."""
+        drafted, accepted = _drafts_of(self._stats)
+        return drafted - self._first_drafts[0], accepted - self._first_drafts[1]
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Share of the drafted tokens that were right; None where none were drafted."""
+        drafted, accepted = self.drafts
+        return accepted / drafted if drafted else None
+
     def _batches(self) -> tuple[float, float]:
         """Rows of all batches and the number of batches.
 
@@ -139,6 +154,9 @@ class Progress:
             "generation_seconds": self.seconds,
             "mean_batch": self.mean_batch,
             "cached_token_share": self.cached_tokens / max(self.prompt_tokens, 1),
+            **(
+                {} if self.draft_acceptance is None else {"draft_acceptance": self.draft_acceptance}
+            ),
         }
 
     def start(self, provenance: dict[str, Any], stats: Any = None) -> None:
@@ -149,10 +167,12 @@ class Progress:
         provenance
             What the engine says of itself.
         stats
-            Its counters, where it has any: `steps`, and `rows` of them all.
+            Its counters, where it has any: `steps`, and `rows` of them all; `drafted_tokens` and
+            `accepted_tokens` where it drafts.
         """
         if stats is not None:
             self._stats, self._first = stats, (stats.rows, stats.steps)
+            self._first_drafts = _drafts_of(stats)
         self.started = time.monotonic()
         self.load_seconds = self.started - self._opened
         self.settings = {
@@ -202,6 +222,8 @@ class Progress:
             "busy_seconds": self.busy_seconds,
             "mean_batch": self.mean_batch,
             "cache_use": self.cache_use,
+            "drafted_tokens": self.drafts[0],
+            "accepted_tokens": self.drafts[1],
             "settings": self.settings,
             "points": self.points,
         }
@@ -211,11 +233,17 @@ class Progress:
             return f"{self.partition}: {self.requests} requests, loading the model"
         left = self.seconds_left
         cache = "" if self.cache_use is None else f"{self.cache_use:.0%} of the cache in use, "
+        share = self.draft_acceptance
+        drafts = "" if share is None else f"{share:.0%} of drafted tokens right, "
         return (
             f"{self.partition}: {self.done} of {self.requests} requests, "
-            f"{self.tokens_per_second:.1f} tokens/s, {self.mean_batch:.1f} at once, {cache}"
+            f"{self.tokens_per_second:.1f} tokens/s, {self.mean_batch:.1f} at once, {cache}{drafts}"
             f"{'no estimate yet' if left is None else f'{left:.0f} s left'}"
         )
+
+
+def _drafts_of(stats: Any) -> tuple[int, int]:
+    return getattr(stats, "drafted_tokens", 0), getattr(stats, "accepted_tokens", 0)
 
 
 class ProgressFile:

@@ -242,6 +242,25 @@ def test_nothing_is_drafted_unless_asked_for(plain):
     assert plain.stats.acceptance_rate is None
 
 
+class TestADraftModelByAuto:
+    def test_drafts_where_the_batch_is_small(self, toy_float64):
+        draft = {"draft_model": str(toy_float64), "speculative_max_rows": 4}
+        generator = make_generator(toy_float64, speculative="auto", max_batch_size=4, **draft)
+        assert generator.provenance["draft_model"] == toy_float64.name
+        [completion] = generator.run([Request(0, make_ids(9), make_params(max_new_tokens=21))])
+        assert len(completion.token_ids) == 21
+        assert generator.stats.acceptance_rate == 1.0  # it drafts for itself
+
+    def test_is_not_loaded_where_the_batch_is_large(self, toy_float64, caplog):
+        draft = {"draft_model": str(toy_float64), "speculative_max_rows": 4}
+        generator = make_generator(toy_float64, speculative="auto", max_batch_size=5, **draft)
+        assert "draft_model is not loaded: a batch of 5 is more than" in caplog.text
+        provenance = generator.provenance
+        assert (provenance["draft_model"], provenance["speculative"]) == (None, "auto")
+        list(generator.run([Request(0, [7, 8, 9] * 5, make_params(**FEW))]))
+        assert generator.stats.drafted_tokens > 0  # by n-grams, since one row runs
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bulk_pipeline.progress_view import progress_numbers
 from bulk_pipeline.stages import complete as complete_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.progress import (
@@ -119,6 +120,34 @@ def test_batches_are_those_that_the_engine_counts(spec, store):
     assert complete(spec, store, Counting()).metadata["mean_batch"] == 3.0
     assert runs(store)[0]["mean_batch"] == 3.0
     assert runs(store)[0]["points"][-1][3] == 3.0
+
+
+def test_drafts_of_a_run_are_told(spec, store):
+    write_prompts(store, [make_prompt(i) for i in range(4)])
+
+    class Drafting(EchoGenerator):
+        stats = SimpleNamespace(rows=0, steps=0, drafted_tokens=7, accepted_tokens=7)
+
+        def _answer(self, request):
+            self.stats.drafted_tokens += 4
+            self.stats.accepted_tokens += 3
+            return super()._answer(request)
+
+    said = []
+    with watching(lambda progress: said.append((str(progress), progress_numbers(progress)))):
+        assert complete(spec, store, Drafting()).metadata["draft_acceptance"] == 0.75
+    assert (runs(store)[0]["drafted_tokens"], runs(store)[0]["accepted_tokens"]) == (16, 12)
+    text, numbers = said[-1]
+    assert "75% of drafted tokens right" in text
+    assert numbers["draft_acceptance"] == 0.75
+
+
+def test_without_drafts_nothing_is_said_of_them(spec, store):
+    write_prompts(store, [make_prompt(0)])
+    said = []
+    with watching(lambda progress: said.append((str(progress), progress_numbers(progress)))):
+        assert "draft_acceptance" not in complete(spec, store, EchoGenerator()).metadata
+    assert "draft" not in str(said)
 
 
 def test_a_torn_progress_file_is_none(store):

@@ -13,6 +13,7 @@ from bulk_pipeline.engine.folders import (
 )
 from bulk_pipeline.engine.loading import (
     AUTO_MEMORY_SHARE,
+    choose_drafts,
     cpu_batch_size,
     cpu_cache_tokens,
     gpu_batch_size,
@@ -29,12 +30,19 @@ def examine_fit(report: Report, settings: GeneratorSettings) -> None:
     model = report.model
     if model is None or model.max_seq_len is None:
         return
+    on_gpu = report.device == "cuda"
+    batch_size = (
+        gpu_batch_size(settings, model.vocab_size, report.machine.gpus[0].total)
+        if on_gpu
+        else cpu_batch_size(settings)
+    )
+    settings = choose_drafts(settings, batch_size)
     found = [(model.weights, model.cache)]
     if settings.draft_model is not None:
         found.append((model.draft_weights, model.draft_cache))
     sizes = [(weights, cache) for weights, cache in found if weights and cache]
     if len(sizes) == len(found):
-        fit = _fit_on_gpus if report.device == "cuda" else _fit_on_cpu
+        fit = _fit_on_gpus if on_gpu else _fit_on_cpu
         fit(report, settings, sizes, model.max_seq_len)
 
 
@@ -55,9 +63,8 @@ def _fit_on_gpus(
             stops=True,
         )
         return
-    batch_size = gpu_batch_size(settings, report.model.vocab_size, gpus[0].total)
-    report.batch_size = batch_size
-    rows = step_tokens(settings, batch_size)
+    report.batch_size = gpu_batch_size(settings, report.model.vocab_size, gpus[0].total)
+    rows = step_tokens(settings, report.batch_size)
     margin = sum(cache_margin(gpu.total, rows, report.model.vocab_size) for gpu in gpus)
     beside = free - weights
     for kind in CACHE_BYTES:
