@@ -157,7 +157,10 @@ class TestAnswers:
         requests = [Request(i, make_ids(9, i, 20), make_params(**SETTINGS[name])) for i in range(6)]
         assert answers(drafting, requests) == answers(plain, requests)
 
-    def test_in_one_batch_are_those_without_drafts(self, plain, drafting):
+    @pytest.mark.parametrize("ahead", [0, 1])
+    def test_in_one_batch_are_those_without_drafts(self, plain, drafting, ahead, monkeypatch):
+        """Also where steps without drafts are started ahead, as on a GPU."""
+        monkeypatch.setattr(drafting._loop, "_ahead", ahead)
         requests = [
             Request((name, i), make_ids(5 + 40 * i, i, 20), make_params(**changes))
             for i in range(3)
