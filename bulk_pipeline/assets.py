@@ -121,6 +121,7 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
         "automation_condition": (
             dg.AutomationCondition.eager() if spec.automation.mode == "conditions" else None
         ),
+        "op_tags": getattr(spec.op_tags, table),
         "check_specs": check_specs(table, key),
         "metadata": {
             "bulk_pipeline/root": spec.output.root,

@@ -15,14 +15,17 @@ def release_dead_runs(instance: dg.DagsterInstance) -> list[str]:
     """Free the slots of the pool that dead runs hold, and mark those runs as failed.
 
     A run is dead when every process that wrote an event of it is gone. That can be known only
-    where all runs are on this machine, so only an instance in SQLite files is looked at.
+    where all runs are on this machine, so only an instance in SQLite files is looked at, and one
+    that does not launch its runs elsewhere (on Ray, in Kubernetes, in containers).
 
     Returns
     -------
     The ids of the runs whose slots were freed.
     """
     storage = instance.event_log_storage
-    is_local = "sqlite" in type(storage).__name__.lower()
+    is_local = "sqlite" in type(storage).__name__.lower() and isinstance(
+        instance.run_launcher, dg.DefaultRunLauncher
+    )
     if not is_local or not storage.supports_global_concurrency_limits:
         return []
     info = storage.get_concurrency_info(GPU_POOL)

@@ -137,6 +137,26 @@ class AutomationSpec(Settings):
         return self
 
 
+class OpTagsSpec(Settings):
+    """Dagster's op tags of the four assets: what executors of other packages read."""
+
+    raw_dataset: dict[str, Any] = Field(
+        default_factory=dict, description="Tags of the step that reads the source. Off: empty."
+    )
+    prompts: dict[str, Any] = Field(
+        default_factory=dict, description="Tags of the step that formats rows. Off: empty."
+    )
+    completions: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Tags of the step that runs the model, and so where a GPU is asked for: "
+        "{dagster-ray/config: {num_gpus: 1}} with Ray, {dagster-k8s/config: {container_config: "
+        "{resources: {limits: {nvidia.com/gpu: 1}}}}} with Kubernetes. Off: empty.",
+    )
+    output: dict[str, Any] = Field(
+        default_factory=dict, description="Tags of the step that joins. Off: empty."
+    )
+
+
 class PromptSpec(Settings):
     """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
 
@@ -431,6 +451,10 @@ class BulkInferenceSpec(Settings):
     )
     automation: AutomationSpec = Field(
         default_factory=AutomationSpec, description="What runs by itself, and when."
+    )
+    op_tags: OpTagsSpec = Field(
+        default_factory=OpTagsSpec,
+        description="What a step asks of the executor that places it.",
     )
     output: OutputSpec = Field(
         default_factory=OutputSpec,

@@ -76,6 +76,20 @@ def test_only_completions_waits_for_the_gpu():
     assert pools == {"raw_dataset": None, "prompts": None, "completions": "gpu", "output": None}
 
 
+def test_a_step_carries_the_tags_that_place_it():
+    tags = {"completions": {"dagster-ray/config": {"num_gpus": 1}}, "output": {"team": "search"}}
+    defs = build_bulk_inference_defs(values("data", op_tags=tags))
+    found = {asset.key.path[-1]: asset.op.tags for asset in defs.resolve_asset_graph().assets_defs}
+    assert found["completions"] == {"dagster-ray/config": '{"num_gpus": 1}'}
+    assert found["output"] == {"team": "search"}
+    assert found["prompts"] == found["raw_dataset"] == {}
+
+
+def test_tags_of_a_step_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"^op_tags.completion is not a setting; remove it or"):
+        build_bulk_inference_defs(values("data", op_tags={"completion": {}}))
+
+
 def test_a_backfill_is_one_run_unless_limited():
     def policies(**changes):
         graph = build_bulk_inference_defs(values("data", **changes)).resolve_asset_graph()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster._core.launcher import RunLauncher
+from dagster._serdes import ConfigurableClass
 
 from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
 
@@ -80,3 +82,34 @@ def test_a_living_run_keeps_its_place(home):
     finally:
         process.kill()
         process.wait()
+
+
+def test_runs_that_are_launched_elsewhere_are_not_judged_by_this_machine_s_processes(home):
+    process, _ = claim(home, "stays")
+    process.kill()
+    process.wait()
+    with (home / "dagster.yaml").open("a") as settings:
+        settings.write(
+            "run_launcher: {module: bulk_pipeline_tests.test_gpu_pool, class: OtherLauncher}\n"
+        )
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert release_dead_runs(instance) == []
+        assert len(instance.event_log_storage.get_concurrency_info(GPU_POOL).claimed_slots) == 1
+
+
+class OtherLauncher(RunLauncher, ConfigurableClass):
+    """A run launcher that is not Dagster's own, as that of Ray or Kubernetes."""
+
+    inst_data = launch_run = terminate = None
+
+    def __init__(self, inst_data=None):
+        self.inst_data = inst_data
+        super().__init__()
+
+    @classmethod
+    def config_type(cls):
+        return {}
+
+    @classmethod
+    def from_config_value(cls, inst_data, config_value):
+        return cls(inst_data)
