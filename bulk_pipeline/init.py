@@ -74,6 +74,7 @@ concurrency:
     granularity: op
 run_monitoring:
   enabled: true
+  free_slots_after_run_end_seconds: 30
 python_logs:
   managed_python_loggers: [bulk_pipeline]
   python_log_level: INFO
