@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
+import psutil
 
 from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.store import COMPLETIONS, TABLES
@@ -143,6 +144,14 @@ def dagster_dev(project: Path, *arguments: str) -> Iterator[Dev]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that it started, at once."""
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def free_port() -> int:
