@@ -1,11 +1,11 @@
-# make demo | test | lint | dev | kernels | docs | soak | bench     (README.md)
+# make demo | test | lint | dev | kernels | ray | postgres | docs | soak | bench     (README.md)
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := data/models/smollm2-135m-instruct
 export DAGSTER_HOME := $(CURDIR)/.dagster_home
 
-.PHONY: demo test lint dev kernels docs soak bench ready
+.PHONY: demo test lint dev kernels ray postgres docs soak bench ready
 .DELETE_ON_ERROR:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -45,6 +45,15 @@ kernels: $(VENV)/.installed  ## Test the GPU kernels without a GPU, in Triton's 
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.6.0
 	PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	  bulk_pipeline_tests/engine/test_dense.py bulk_pipeline_tests/engine/test_sampling_kernel.py
+
+ray: $(VENV)/.installed  ## Test examples/ray on a Ray cluster of this machine
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pytest -v bulk_pipeline_tests/test_ray_example.py
+
+postgres: $(VENV)/.installed  ## Test examples/postgres with Debian's PostgreSQL
+	ls /usr/lib/postgresql/*/bin/initdb || (apt-get update && apt-get install --yes postgresql)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,postgres]'
+	$(BIN)/python -m pytest -v bulk_pipeline_tests/test_postgres_example.py
 
 docs: $(VENV)/.installed  ## Write docs/settings.md from the specification
 	$(BIN)/python -W ignore docs/make_settings.py
