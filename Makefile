@@ -48,12 +48,12 @@ kernels: $(VENV)/.installed  ## Test the GPU kernels without a GPU, in Triton's 
 
 ray: $(VENV)/.installed  ## Test examples/ray on a Ray cluster of this machine
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
-	$(BIN)/python -m pytest -v bulk_pipeline_tests/test_ray_example.py
+	$(BIN)/python -m pytest -v -m cluster bulk_pipeline_tests/test_ray_example.py
 
 postgres: $(VENV)/.installed  ## Test examples/postgres with Debian's PostgreSQL
 	ls /usr/lib/postgresql/*/bin/initdb || (apt-get update && apt-get install --yes postgresql)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,postgres]'
-	$(BIN)/python -m pytest -v bulk_pipeline_tests/test_postgres_example.py
+	$(BIN)/python -m pytest -v -m cluster bulk_pipeline_tests/test_postgres_example.py
 
 docs: $(VENV)/.installed  ## Write docs/settings.md from the specification
 	$(BIN)/python -W ignore docs/make_settings.py

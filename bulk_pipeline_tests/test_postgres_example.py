@@ -97,7 +97,7 @@ def kill_run(dev: Dev, key: str) -> dg.DagsterRun:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_launches_at_once_a_sensor_a_schedule_and_a_dead_run(project: Path) -> None:
     store = Store(str(project / "data" / "bulk"), "tickets")
     with dagster_dev(project) as dev:

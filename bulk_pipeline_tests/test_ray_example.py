@@ -124,7 +124,7 @@ def nodes_of_completions(client: Any, dev: Dev, statuses: tuple[str, ...]) -> di
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_partitions_spread_and_survive_a_worker(project: Path, cluster: Any) -> None:
     from ray.job_submission import JobSubmissionClient
 
