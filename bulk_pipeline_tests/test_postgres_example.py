@@ -22,10 +22,10 @@ if find_program("initdb") is None:
     pytest.skip("apt-get install postgresql, then: make postgres", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent
-LAUNCHED = ["l1", "l2", "l3", "l4"]  # by backfills, all launched at once
+LAUNCHED = ["l1", "l2", "l3"]  # by backfills, all launched at once
 LONG, LONG_ROWS = "l2", 64  # the partition whose run is killed
-SENSED = ["s1", "s2"]
-PATIENCE = 400
+SENSED = ["s1"]
+PATIENCE = 600  # seconds; each step is a process of its own, and CI has two cores
 SETTINGS = (
     ('"max_new_tokens": 48', '"max_new_tokens": 120, "ignore_eos": True'),
     (
@@ -101,7 +101,7 @@ def kill_run(dev: Dev, key: str) -> dg.DagsterRun:
 def test_launches_at_once_a_sensor_a_schedule_and_a_dead_run(project: Path) -> None:
     store = Store(str(project / "data" / "bulk"), "tickets")
     with dagster_dev(project) as dev:
-        # Four backfills at once, from four threads; their runs queue up.
+        # Three backfills at once, from three threads; their runs queue up.
         dev.instance.add_dynamic_partitions("tickets_partitions", LAUNCHED)
         with ThreadPoolExecutor(len(LAUNCHED)) as threads:
             backfills = list(threads.map(lambda k: dev.launch_backfill("tickets", [k]), LAUNCHED))
@@ -116,7 +116,7 @@ def test_launches_at_once_a_sensor_a_schedule_and_a_dead_run(project: Path) -> N
         kept = begun(store, LONG)
         assert 0 < kept < LONG_ROWS
 
-        # Meanwhile the sensor finds two files.
+        # Meanwhile the sensor finds a file.
         for key in SENSED:
             write(project, key)
         dev.start_sensor("tickets_new_partitions", "postgres-example")
