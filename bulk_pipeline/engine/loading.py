@@ -158,10 +158,9 @@ def choose_drafts(settings: GeneratorSettings, batch_size: int) -> GeneratorSett
     if batch_size <= settings.speculative_max_rows:
         return GeneratorSettings(**values | {"speculative": "off"})
     logger.warning(
-        "generator.draft_model is not loaded: a batch of %d is more than "
-        "generator.speculative_max_rows (%d); lower generator.max_batch_size to draft with it",
-        batch_size,
-        settings.speculative_max_rows,
+        f"generator.draft_model is not loaded: a batch of {batch_size} is more than "
+        f"generator.speculative_max_rows ({settings.speculative_max_rows}); lower "
+        "generator.max_batch_size to draft with it"
     )
     return GeneratorSettings(**values | {"draft_model": None})
 

@@ -6,10 +6,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from bulk_pipeline.engine.loading import load_generator
-from bulk_pipeline.engine.ngram import WINDOW, NgramDrafter, NgramSettings, draft_tokens
-from bulk_pipeline.engine.request import LoopGuard, Request, SamplingParams, Status
+from bulk_pipeline.engine.ngram import (
+    LATE_START,
+    RUN_WINDOWS,
+    WINDOW,
+    NgramDrafter,
+    NgramSettings,
+    draft_tokens,
+)
+from bulk_pipeline.engine.request import (
+    LoopGuard,
+    Request,
+    SamplingParams,
+    Status,
+    StructuredOutput,
+)
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline_tests.toy import VOCAB_SIZE, toy_model
 
@@ -79,6 +93,24 @@ class TestDrafter:
         drafter.enter(1, SamplingParams())
         assert self.drafting(drafter, 0)
 
+    def starts_at_once(self, drafter: NgramDrafter, num_rows: int, num_accepted: int) -> list[bool]:
+        """Let rows of a window each pass through; say which of them drafted from the first."""
+        at_once = []
+        for _ in range(num_rows):
+            drafter.enter(1, SamplingParams())
+            at_once.append(self.drafting(drafter, 0))
+            for generated in range(WINDOW if at_once[-1] else 0):
+                drafter.learn(1, generated + 1, num_accepted)
+        return at_once
+
+    def test_rows_start_late_where_others_gained_nothing_but_for_trials(self):
+        drafter = NgramDrafter(NgramSettings(), 2)
+        assert self.starts_at_once(drafter, 32, 0) == [
+            *[True] * RUN_WINDOWS, *[False] * 7, True, *[False] * 15, True,
+        ]  # fmt: skip
+        assert self.drafting(drafter, LATE_START)
+        assert self.starts_at_once(drafter, 200, 1)[-20:] == [True] * 20  # they gain again
+
     def test_too_many_rows_do_not_draft(self):
         drafter = NgramDrafter(NgramSettings(max_rows=2), 4)
         for slot in range(3):
@@ -143,6 +175,7 @@ SETTINGS = {
     "biased": {"logit_bias": ((9, 3.0), (11, 4.0)), "banned_token_ids": (17, 18)},
     "penalised": {"repetition_penalty": 1.2, "frequency_penalty": 0.1},
     "logprobs": {"logprobs": 2},
+    "regex": {"structured": StructuredOutput("regex", "[0-9]{4}-[0-9]{2}-[0-9]{2}")},
     "loop guard": {"loop_guard": LoopGuard(1, 4), "max_new_tokens": 200},
     "one token": {"max_new_tokens": 1},
     "two tokens": {"max_new_tokens": 2},
@@ -274,3 +307,24 @@ class TestADraftModelByAuto:
 def test_settings_that_contradict_one_another(changes, message):
     with pytest.raises(ValueError, match=message):
         GeneratorSettings(model="m", **changes)
+
+
+def test_an_answer_that_copies_its_prompt_takes_half_the_steps(smollm2):
+    """A real model in float32: passes of other sizes round otherwise, here to no effect."""
+    encode = AutoTokenizer.from_pretrained(smollm2).apply_chat_template
+    text = (
+        "The lamp on my desk does not light. I have changed the bulb and the fuse. Can I send the "
+        "lamp back, and who pays for the parcel?"
+    )
+    question = f"Correct the spelling of this text. Change nothing else.\n\n{text}"
+    message = [{"role": "user", "content": question}]
+    ids = encode(message, add_generation_prompt=True, return_dict=False)
+    params = SamplingParams(temperature=0.0, max_new_tokens=32, stop_token_ids=(2,))
+    found = {}
+    for speculative in ("off", "ngram"):
+        generator = make_generator(smollm2, speculative=speculative, dtype="float32")
+        [completion] = generator.run([Request(0, ids, params)])
+        found[speculative] = completion.token_ids
+    assert found["ngram"] == found["off"]
+    assert generator.stats.steps <= len(completion.token_ids) / 2
+    assert generator.stats.acceptance_rate > 0.5
