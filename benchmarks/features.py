@@ -36,6 +36,7 @@ ITEM = {
     "required": ["name", "count", "kind", "tags", "is_new"],
     "additionalProperties": False,
 }
+BAD_WORDS = ("unfortunately", "as an ai", "sorry", "delve into", "tapestry", "a testament to")
 MIN_ITEMS = 500  # more than any row has room for
 REGEX = "([a-z]{2,12} [0-9]{1,4}, ){500,}"
 
@@ -98,6 +99,11 @@ def features() -> dict[str, Changes]:
         "min_new_tokens": lambda row: {"min_new_tokens": 32, "stop_token_ids": (2,)},
         "stop_strings": lambda row: {"stop": (NEVER, NEVER[::-1])},
         "loop_guard": lambda row: {"loop_guard": _loop_guard()},
+        "allowed_token_ids": lambda row: {"allowed_token_ids": tuple(range(100, 400))},
+        "bad_words": lambda row: {"bad_words": BAD_WORDS},
+        "banned_strings": lambda row: {"banned_strings": tuple(f"{NEVER} {i}" for i in range(20))},
+        "banned_strings_that_come": lambda row: {"banned_strings": ("qx", "zj")},
+        "thinking_token_budget": lambda row: {"thinking": _budget()},
     }
 
 
@@ -217,6 +223,12 @@ def _loop_guard() -> Any:
     from bulk_pipeline.engine.request import LoopGuard
 
     return LoopGuard(ngram=8, repeats=4)
+
+
+def _budget() -> Any:
+    from bulk_pipeline.engine.request import ThinkingBudget
+
+    return ThinkingBudget(32, "[[", "]]", is_open=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ ALL = "all"  # the only key of a dataset that is not cut
 # What Dagster's configuration has no type for; `change_sampling` checks the values.
 _CONFIG_TYPES = {
     "banned_token_ids": list[int],
+    "allowed_token_ids": list[int],
+    "bad_words": list[str],
+    "banned_strings": list[str],
     "logit_bias": Any,
     "structured_output": Any,
     "loop_guard": Any,

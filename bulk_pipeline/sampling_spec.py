@@ -23,7 +23,7 @@ _TokenId = Annotated[int, Field(ge=0)]
 NOT_DONE = re.compile(
     "mirostat.*|dry_.*|xtc_.*|typical(_p)?|tfs(_z)?|top_a|skew|cfg_scale|guidance_scale|"
     "smoothing_(factor|curve)|(min|max)_temp|temp_exponent|temperature_last|"
-    "token_repetition_(range|decay)|filters|bad_words|allowed_token_ids|"
+    "token_repetition_(range|decay)|filters|"
     "num_beams|use_beam_search|penalty_alpha|length_penalty"
 )
 OTHER_NAMES = {
@@ -38,6 +38,8 @@ OTHER_NAMES = {
     "num_return_sequences": "n",
     "top_logprobs": "logprobs",
     "response_format": "structured_output",
+    "disallow_tokens": "banned_token_ids",
+    "thinking_budget": "thinking_token_budget",
     "guided_decoding": "structured_output",
     "guided_json": "structured_output.json_schema",
     "guided_regex": "structured_output.regex",
@@ -65,6 +67,10 @@ RowSetting = Literal[
     "logprobs",
     "structured_output",
     "loop_guard",
+    "allowed_token_ids",
+    "bad_words",
+    "banned_strings",
+    "thinking_token_budget",
 ]
 
 
@@ -248,6 +254,30 @@ class SamplingSpec(Settings):
         description="End answers that repeat themselves, with the status loop, such as "
         "{ngram: 8, repeats: 4}. Off: null.",
     )
+    allowed_token_ids: list[_TokenId] = Field(
+        default_factory=list,
+        description="The only token ids that may come; end tokens come only if they are among "
+        "them. Off: empty.",
+    )
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Words that never come, at the beginning of a text or after a space, such as "
+        "[sorry]. They are looked for as the tokens that the tokenizer makes of them: the last is "
+        "banned after those before it. Off: empty.",
+    )
+    banned_strings: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list,
+        description="Strings that no completion holds, in upper or lower case, however its tokens "
+        "make them up, such as ['as an ai']: a completion that holds one goes back to the token "
+        "where it began, and takes another. Not with structured_output. Off: empty.",
+    )
+    thinking_token_budget: int | None = Field(
+        None,
+        ge=0,
+        description="Most tokens that a reasoning model thinks for, before the end mark of "
+        "output.reasoning, which must be set, is put in and the answer goes on; within "
+        "max_new_tokens; 0 or more, such as 512. Not with structured_output. Off: null.",
+    )
     from_columns: dict[RowSetting, str] = Field(
         default_factory=dict,
         description="Settings that each row has in a column, such as {temperature: temp, stop: "
@@ -275,6 +305,19 @@ class SamplingSpec(Settings):
         if self.best_of is not None and "n" in self.from_columns:
             raise ValueError("set best_of or from_columns.n, not both")
         return self
+
+    @model_validator(mode="after")
+    def _not_with_structure(self) -> Self:
+        for name in ("banned_strings", "thinking_token_budget"):
+            if self.structured_output is not None and getattr(self, name) not in ([], None):
+                raise ValueError(f"set structured_output or {name}, not both")
+        return self
+
+    @property
+    def may_budget_thoughts(self) -> bool:
+        """Whether some rows have a budget for thoughts."""
+        name = "thinking_token_budget"
+        return self.thinking_token_budget is not None or name in self.from_columns
 
     @property
     def num_samples(self) -> int:

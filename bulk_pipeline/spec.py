@@ -483,6 +483,11 @@ class BulkInferenceSpec(Settings):
                 "output.unfold needs sampling.structured_output.json_schema, which names the "
                 "columns; set that, or remove output.unfold"
             )
+        if self.sampling.may_budget_thoughts and self.output.reasoning is None:
+            raise ValueError(
+                "sampling.thinking_token_budget needs output.reasoning, which has the marks of "
+                "thoughts; set output.reasoning to true"
+            )
         return self
 
     def resolve_paths(self, base: Path) -> Self:

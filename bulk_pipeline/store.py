@@ -99,6 +99,12 @@ ROW_ERROR_FIELD = _field(
     "row_error", pa.string(), "Why the row cannot be used as it stands in the source, else null"
 )
 
+THINKING_FIELDS = [
+    ("tokens", pa.int64()),
+    ("start", pa.string()),
+    ("end", pa.string()),
+    ("is_open", pa.bool_()),
+]
 SAMPLING_TYPE = pa.struct(
     [
         ("temperature", pa.float64()),
@@ -119,6 +125,10 @@ SAMPLING_TYPE = pa.struct(
         ("prompt_logprobs", pa.bool_()),
         ("structured", pa.struct([("kind", pa.string()), ("value", pa.string())])),
         ("loop_guard", pa.struct([("ngram", pa.int64()), ("repeats", pa.int64())])),
+        ("allowed_token_ids", pa.list_(pa.int64())),
+        ("bad_words", pa.list_(pa.string())),
+        ("banned_strings", pa.list_(pa.string())),
+        ("thinking", pa.struct(THINKING_FIELDS)),
     ]
 )
 TOP_LOGPROBS_TYPE = pa.list_(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from bulk_pipeline.engine.bans import TAIL_SLACK_TOKENS, Bans
 from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.engine.sampling import problem_with
@@ -19,7 +20,7 @@ from bulk_pipeline.engine.structured import Grammars
 QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order
 REPLACEMENT = "\ufffd"
 GRAMMAR = "grammar"  # the reason of an answer that ended because its grammar allows nothing more
-TAIL_SLACK_TOKENS = 8  # decoded before a possible stop string; the first may decode differently
+BANNED_STRINGS = "banned_strings"  # of one that went back to them again and again
 
 
 class Loop(Protocol):
@@ -96,6 +97,7 @@ class BulkGenerator:
         self._decoder = decoder
         self._special_ids = _special_ids(decoder)
         self._grammars = Grammars(decoder, vocab_size)
+        self._bans = Bans(decoder, vocab_size, self._special_ids)
         self._finished: deque[Completion] = deque()
         self._running = False
         self._loop: Loop | None = make_loop(self.stats, self._finish)
@@ -212,12 +214,16 @@ class BulkGenerator:
             return f"{unknown} not work with a draft model; set generator.draft_model to null"
         if problem := problem_with(params, self._vocab_size):
             return problem
+        if params.has_bans and (problem := self._bans.problem_with(params)):
+            return problem
         return self._grammars.problem_with(params.structured) if params.structured else None
 
     def _row(self, request: Request) -> Row:
-        stop = request.sampling.stop
-        tail = _TextTail(stop, self._decoder, self._special_ids) if stop else None
-        return Row(request, tail, self._grammars.start(request.sampling))
+        params = request.sampling
+        tail = None
+        if params.stop and not params.banned_strings:  # which look for stop strings, too
+            tail = _TextTail(params.stop, self._decoder, self._special_ids)
+        return Row(request, tail, self._grammars.start(params), self._bans.start(params))
 
     def _finish(self, row: Row) -> None:
         completion = _completion(row, self._decoder)
@@ -258,16 +264,18 @@ def _completion(row: Row, decoder: Decoder) -> Completion:
     ended_by_token = bool(ids) and ids[-1] in params.stop_token_ids
     text = decoder.decode(list(ids[:-1] if ended_by_token else ids), skip_special_tokens=True)
     status, reason, incomplete = Status.LENGTH, None, False
-    if ended_by_token:
-        status, reason = Status.STOP, str(ids[-1])
-    elif row.found_stop_string:
+    if row.found_stop_string or (row.bans is not None and row.bans.has_stop):
         status = Status.STOP
         text, reason = _cut(text, params.stop)
+    elif ended_by_token:
+        status, reason = Status.STOP, str(ids[-1])
     elif row.completed_grammar:
         status, reason = Status.STOP, GRAMMAR
     else:
         if row.found_loop:
             status = Status.LOOP
+        if row.bans is not None and row.bans.gave_up:
+            status, reason = Status.LOOP, BANNED_STRINGS
         if text.endswith(REPLACEMENT):
             text, incomplete = text.rstrip(REPLACEMENT), True
     assert row.started is not None
@@ -300,6 +308,10 @@ def _unknown_to_drafting(request: Request) -> str | None:
         "repetition, frequency and presence penalties do": params.has_penalties,
         "sampling.structured_output does": params.structured is not None,
         "sampling.loop_guard does": params.loop_guard is not None,
+        "sampling.allowed_token_ids does": bool(params.allowed_token_ids),
+        "sampling.bad_words does": bool(params.bad_words),
+        "sampling.banned_strings does": bool(params.banned_strings),
+        "sampling.thinking_token_budget does": params.thinking is not None,
         "sampling.logprobs does": params.logprobs is not None,
         "log-probabilities of the prompt do": request.prompt_logprobs,
     }

@@ -79,10 +79,12 @@ def count_accepted(drafts: np.ndarray, sampled: np.ndarray) -> int:
 def can_draft(params: SamplingParams) -> bool:
     """Whether a row can check several tokens at once.
 
-    Penalties and structures depend on the tokens before, which are not known yet;
+    Penalties, structures and bans depend on the tokens before, which are not known yet;
     log-probabilities are kept a token a step.
     """
-    return not params.has_penalties and params.structured is None and params.logprobs is None
+    if params.has_penalties or params.has_bans:
+        return False
+    return params.structured is None and params.logprobs is None
 
 
 class NgramDrafter:

@@ -82,6 +82,26 @@ class LoopGuard:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Ends a reasoning model's thoughts that are too long; the answer goes on after them.
+
+    Attributes
+    ----------
+    tokens
+        Most tokens of the thoughts, between their marks.
+    start, end
+        The marks. The tokens of `end` are put in where the budget is spent.
+    is_open
+        Whether the answer begins within thoughts; else they count from `start` at its beginning.
+    """
+
+    tokens: int
+    start: str = "<think>"
+    end: str = "</think>"
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names and off values follow vLLM's.
 
@@ -124,6 +144,16 @@ class SamplingParams:
         The grammar that the answer follows; None is off.
     loop_guard
         When to end an answer that repeats itself; None is off.
+    allowed_token_ids
+        The only tokens that may come; empty is off.
+    bad_words
+        Texts whose last token never comes after those before it, at the beginning of a text and
+        after a space; empty is off.
+    banned_strings
+        Texts that never come, in upper or lower case: an answer that holds one goes back to the
+        token where it began, and takes another one; empty is off.
+    thinking
+        The budget for thoughts; None is off.
     """
 
     temperature: float = 1.0
@@ -143,6 +173,10 @@ class SamplingParams:
     logprobs: int | None = None
     structured: StructuredOutput | None = None
     loop_guard: LoopGuard | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    banned_strings: tuple[str, ...] = ()
+    thinking: ThinkingBudget | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -154,6 +188,12 @@ class SamplingParams:
         """Whether the tokens so far change the logits of the next."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def has_bans(self) -> bool:
+        """Whether some tokens may not come, or must, by more than a bias."""
+        lists = (self.allowed_token_ids, self.bad_words, self.banned_strings)
+        return any(lists) or self.thinking is not None
 
     @property
     def token_biases(self) -> tuple[tuple[int, float], ...]:
@@ -188,7 +228,8 @@ class Completion:
         All tokens generated, the end token (or the stop string's tokens) included.
     stop_reason
         The stop string, the end token's id as text, or ``grammar`` where the grammar allows
-        nothing more, where `status` is ``stop``.
+        nothing more, where `status` is ``stop``; ``banned_strings`` where it is ``loop`` because
+        the answer went back to banned strings again and again.
     incomplete_character
         Whether bytes of an unfinished character were removed from the end of `text`.
     cached_tokens
@@ -290,6 +331,15 @@ def _extras(sampling: SamplingParams) -> dict[str, object]:
         extras["structured"] = sampling.structured.canonical
     if sampling.loop_guard is not None:
         extras["loop_guard"] = [sampling.loop_guard.ngram, sampling.loop_guard.repeats]
+    if sampling.allowed_token_ids:
+        extras["allowed_token_ids"] = sorted(set(sampling.allowed_token_ids))
+    if sampling.bad_words:
+        extras["bad_words"] = sorted(set(sampling.bad_words))
+    if sampling.banned_strings:
+        extras["banned_strings"] = sorted({text.lower() for text in sampling.banned_strings})
+    if sampling.thinking is not None:
+        budget = sampling.thinking
+        extras["thinking"] = [budget.tokens, budget.start, budget.end, budget.is_open]
     return extras
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from exllamav2.device import set_device_streams
 
+from bulk_pipeline.engine.bans import BanSlots, RowBans
 from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
 from bulk_pipeline.engine.loops import LoopSlots
 from bulk_pipeline.engine.ngram import NgramDrafter, NgramSettings, count_accepted
@@ -202,6 +203,7 @@ class Row:
     request: Request
     stop_finder: StopFinder | None = None
     grammar: RowGrammar | None = None
+    bans: RowBans | None = None
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     found_stop_string: bool = False
     completed_grammar: bool = False
@@ -304,6 +306,7 @@ class Scheduler:
         self._logprobs = LogprobSlots(max_batch_size)
         self._grammars = GrammarSlots(max_batch_size, model.device)
         self._loops = LoopSlots(max_batch_size)
+        self._bans = BanSlots(max_batch_size, model.vocab_size, model.device)
         self.drafter = NgramDrafter(drafts, max_batch_size) if drafts is not None else None
         self._table_width = -(-max_seq_len // PAGE_TOKENS)
         self._waiting: deque[Row] = deque()
@@ -373,6 +376,7 @@ class Scheduler:
         self._reading: list[Row] = []
         self._in_flight: deque[_Step] = deque()
         self._scores: deque[_Scores] = deque()
+        self._going_back: set[int] = set()  # slots whose rows lost their last tokens
         self._pages_wanted = 0
 
     # -- prompts
@@ -497,6 +501,7 @@ class Scheduler:
         self._logprobs.enter(slot, params.logprobs)
         self._grammars.enter(slot, row.grammar)
         self._loops.enter(slot, params.loop_guard, generated)
+        self._bans.enter(slot, row.bans)
         if self.drafter is not None:
             self.drafter.enter(slot, params)
 
@@ -535,12 +540,7 @@ class Scheduler:
         table = np.zeros((len(rows), self._table_width), np.int32)
         table[:, : max(len(row.pages) for row in rows)] = _table([row.pages for row in rows])
         self._device_table[index] = upload(table, self.model.device)
-        last = np.array([row.context[-1] for row in rows])
-        self._device_ids[index] = upload(last, self.model.device)
-        self._device_lengths[index] = upload(
-            self._lengths[slots].astype(np.int32), self.model.device
-        )
-        self._device_positions[index] = upload(self._generated[slots], self.model.device)
+        self._write_ends(slots, np.array([row.context[-1] for row in rows]))
         self._set_active(np.concatenate([self._active, slots]))
 
     def _widen(self, max_new_tokens: int, num_ends: int) -> None:
@@ -556,7 +556,9 @@ class Scheduler:
 
     def _start_step(self) -> bool:
         """Start a step for all running rows; say whether there were any."""
+        self._go_back()
         self._get_pages()
+        self._go_back()  # to get pages, tokens may have been read
         tokens = self._draft()
         slots = self._active
         if not len(slots):
@@ -578,11 +580,14 @@ class Scheduler:
         # one column is enough: what is not a number spreads to all logits of a row
         is_broken = logits[:, 0].isnan()
         logprobs = self._logprobs.begin(logits, slots)
-        if self._grammars.is_any(slots):
+        places = self._scheduled[slots]
+        if self._grammars.is_any(slots) or self._bans.needs_tokens(slots, places):
             # a mask needs the tokens before it; the device is busy with the pass meanwhile
             while self._in_flight:
                 self._finish_step()
+        if self._grammars.is_any(slots):
             logits = self._grammars.mask(logits, slots)
+        logits = self._bans.edit(logits, slots, places)
         ids = self._sampler.sample(logits, slots, index, positions)
         if logprobs is not None:
             logprobs.choose(logits, ids)
@@ -627,6 +632,8 @@ class Scheduler:
             for slot in slots[places == 0]:
                 self._row(slot).first_token = now
         ended = (self._ends[slots] == ids[:, None]).any(axis=1)
+        stays = self._heed_bans(slots, ids, ended)
+        slots, ids, places, ended = slots[stays], ids[stays], places[stays], ended[stays]
         looking = self._looks_for_text[slots] & ~ended
         for place in np.nonzero(looking)[0]:
             row = self._row(slots[place])
@@ -656,6 +663,7 @@ class Scheduler:
             return []
         while self._in_flight:  # the last tokens are what to look for
             self._finish_step()
+        self._go_back()
         found = []
         for slot, drafts in zip(self._active.tolist(), self._who_drafts(drafter), strict=True):
             context = self._context(slot)
@@ -705,6 +713,7 @@ class Scheduler:
         logprobs = self._logprobs.begin(logits, owners)
         if self._grammars.is_any(owners):
             logits = self._grammars.mask(logits, owners)
+        logits = self._bans.edit(logits, owners, positions)
         found = self._sampler.sample(logits, owners, index, positions_there)
         if logprobs is not None:
             logprobs.choose(logits, found)
@@ -735,11 +744,64 @@ class Scheduler:
         """Let rows go on after so many more tokens, of which these are the last."""
         self._lengths[slots] += counts
         self._scheduled[slots] += counts
+        self._write_ends(slots, last_ids)
+
+    def _write_ends(self, slots: np.ndarray, last_ids: np.ndarray) -> None:
+        """Write to the device where rows go on: after which token, and how many."""
         places = [slots, last_ids, self._lengths[slots], self._scheduled[slots]]
         index, ids, lengths, positions = upload(np.stack(places), self.model.device)
         self._device_ids[index] = ids
         self._device_lengths[index] = lengths.int()
         self._device_positions[index] = positions
+
+    def _heed_bans(self, slots: np.ndarray, ids: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """Let rows with bans take their tokens; say which rows keep theirs, and set `ended`."""
+        stays = np.ones(len(slots), bool)
+        for place in self._bans.advance(slots, ids, ended):
+            row = self._row(slots[place])
+            assert row.bans is not None
+            row.error = row.bans.error
+            if row.bans.goes_back_to is None:
+                ended[place] = True
+            else:
+                stays[place] = False
+                self._drop_tokens(row, row.bans)
+        return stays
+
+    def _drop_tokens(self, row: Row, bans: RowBans) -> None:
+        """Take a row's last tokens away, and those on their way; `_go_back` does the rest."""
+        bans.go_back()
+        kept = len(bans.ids)
+        self._generated[row.slot] = kept
+        del row.logprobs[kept:], row.top_logprobs[kept:]
+        self._serials[row.slot] = self._next_serial
+        self._next_serial += 1
+        if bans.gave_up:
+            self._end(np.array([row.slot]))
+        else:
+            self._going_back.add(row.slot)
+
+    def _go_back(self) -> None:
+        """Let rows that lost their last tokens go on from those that they have."""
+        rows = [self._row(slot) for slot in sorted(self._going_back)]
+        self._going_back.clear()
+        here: list[Row] = []
+        for row in rows:
+            kept = int(self._generated[row.slot])
+            if len(row.request.input_ids) + kept < len(row.context):
+                self._put_back(row)  # its pages may be shared up to there
+                continue
+            here.append(row)
+            self._lengths[row.slot] = len(row.request.input_ids) + kept - 1
+            self._scheduled[row.slot] = kept
+            generated, params = self._tokens[row.slot, :kept].tolist(), row.request.sampling
+            self._sampler.add(row.slot, params, row.request.input_ids, generated)
+            self._loops.enter(row.slot, params.loop_guard, generated)
+        if here:
+            slots = np.array([row.slot for row in here])
+            last = [int(self._context(row.slot)[-1]) for row in here]
+            self._write_ends(slots, np.array(last, np.int64))
+            self._set_active(np.concatenate([self._active, np.setdiff1d(slots, self._active)]))
 
     def _keep_logprobs(self, logprobs: StepLogprobs, slots: np.ndarray) -> None:
         """Give the log-probabilities of a step to its rows; a slot of -1 has none."""
@@ -770,6 +832,7 @@ class Scheduler:
         self._rows[row.slot] = None
         self._serials[row.slot] = -1
         self._free_slots.append(row.slot)
+        self._going_back.discard(row.slot)
         row.pages, row.slot, row.stored, row.described = [], -1, 0, 0
 
     def _count_step(self, num_rows: int) -> None:
@@ -819,12 +882,14 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         """Make a row wait again, first in line, with the tokens it has."""
-        row = self._row(slot)
+        self._put_back(self._row(slot))
+        self._stats.preemptions += 1
+
+    def _put_back(self, row: Row) -> None:
         self._reading = [other for other in self._reading if other is not row]
-        self._set_active(self._active[self._active != slot])
+        self._set_active(self._active[self._active != row.slot])
         self._leave(row)
         self._waiting.appendleft(row)
-        self._stats.preemptions += 1
 
     # -- small things
 

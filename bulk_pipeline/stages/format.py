@@ -29,7 +29,7 @@ from bulk_pipeline.spec import (
     PromptSpec,
     SamplingSpec,
 )
-from bulk_pipeline.stages.reasoning import check_not_open, check_reasoning
+from bulk_pipeline.stages.reasoning import check_not_open, check_reasoning, is_reasoning_open
 from bulk_pipeline.stages.row_sampling import (
     RowSampling,
     SamplingReader,
@@ -118,7 +118,12 @@ def format_partition(
         columns, show_text = _raw_columns(raw, raw_manifest), spec.output.preview
         reader = TurnReader(spec.prompt, columns, tokenizer.special_pattern, show_text)
         sampling_reader = SamplingReader(
-            spec.sampling, columns, end_tokens, tokenizer.special_tokens, show_text
+            spec.sampling,
+            columns,
+            end_tokens,
+            tokenizer.special_tokens,
+            show_text,
+            spec.output.reasoning,
         )
         formatter = Formatter(spec, tokenizer, reader, sampling_reader, template, date, limit)
         formatter.check_template()
@@ -176,7 +181,13 @@ def prompt_inputs(
         "max_seq_len": settings.max_seq_len,
         "tokenizer": tokenizer_hash,
         "chat_template": _hash(chat_template),
-    }
+    } | _marks(spec)
+
+
+def _marks(spec: BulkInferenceSpec) -> dict[str, Any]:
+    """The marks of thoughts, where their budget is part of the requests."""
+    marks = spec.output.reasoning if spec.sampling.may_budget_thoughts else None
+    return {"reasoning": marks.model_dump()} if marks is not None else {}
 
 
 def chat_template_text(prompt: PromptSpec, tokenizer: "PromptTokenizer") -> str:
@@ -356,6 +367,7 @@ class Formatter:
         for row in rows:
             if row.status == READY and self._is_too_long(row):
                 self._shorten(row)
+        self._open_thoughts(rows)
         counts.add(rows)
         columns = [
             batch.column("row_id"),
@@ -374,6 +386,16 @@ class Formatter:
             for column, column_field in zip(columns, PROMPTS_SCHEMA, strict=True)
         ]
         return pa.RecordBatch.from_arrays(arrays, names=PROMPTS_SCHEMA.names)
+
+    def _open_thoughts(self, rows: Sequence[_Row]) -> None:
+        """Let budgets count from the first token where a prompt ends within thoughts."""
+        prefix, marks = self._prompt.assistant_prefix, self._reasoning
+        for row in rows:
+            opened = row.sampling.opened
+            if opened is None or marks is None or row.prompt is None:
+                continue
+            if is_reasoning_open(row.prompt, prefix, marks):
+                row.sampling = opened
 
     def _read(self, batch: pa.RecordBatch) -> list[_Row]:
         default = self._sampling_reader.default

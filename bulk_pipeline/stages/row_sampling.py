@@ -4,7 +4,7 @@ A row with a bad value raises `BadRow`. Rows with equal values share one object.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import orjson
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bulk_pipeline.engine.request import Status
 from bulk_pipeline.sampling_spec import SamplingSpec, StructuredOutputSpec
+from bulk_pipeline.spec import ReasoningSpec
 from bulk_pipeline.stages.structured import check_structured, to_engine
 from bulk_pipeline.stages.turns import BadRow, RawColumns
 from bulk_pipeline.store import SAMPLING_TYPE
@@ -24,18 +25,34 @@ LATER = {
     "best_of",
     "structured_output",
     "loop_guard",
+    "allowed_token_ids",
+    "bad_words",
+    "banned_strings",
+    "thinking_token_budget",
     "from_columns",
 }
-NESTED = {"logit_bias", "banned_token_ids", "stop_token_ids", "structured_output", "loop_guard"}
+TEXTS = {"stop", "bad_words", "banned_strings"}  # a text that is no JSON list is one of them
+NESTED = {
+    "logit_bias",
+    "banned_token_ids",
+    "allowed_token_ids",
+    "stop_token_ids",
+    "structured_output",
+    "loop_guard",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """A row's settings: `values` as the prompts table has them."""
+    """A row's settings: `values` as the prompts table has them.
+
+    `opened` is what they are where the prompt ends within thoughts that have a budget.
+    """
 
     values: dict[str, Any]
     max_new_tokens: int
     num_samples: int
+    opened: "RowSampling | None" = None
 
 
 class SamplingReader:
@@ -51,6 +68,8 @@ class SamplingReader:
         The model's, see `resolve_sampling`.
     show_text
         Whether reasons may quote rows.
+    marks
+        What surrounds thoughts; needed where they have a budget.
 
     Attributes
     ----------
@@ -72,9 +91,11 @@ class SamplingReader:
         end_tokens: Mapping[int, str],
         special_tokens: Mapping[str, int],
         show_text: bool = True,
+        marks: ReasoningSpec | None = None,
     ):
         self._sampling, self._columns, self._show_text = sampling, columns, show_text
         self._end_tokens, self._special_tokens = end_tokens, special_tokens
+        self._marks = marks
         self.names = {
             str(setting): columns.find(f"sampling.from_columns.{setting}", name)
             for setting, name in sampling.from_columns.items()
@@ -132,7 +153,20 @@ class SamplingReader:
     def _resolve(self, sampling: SamplingSpec) -> RowSampling:
         check_structured(sampling.structured_output)
         values = resolve_sampling(sampling, self._end_tokens, self._special_tokens)
-        return RowSampling(values, sampling.max_new_tokens, sampling.num_samples)
+        return self._with_budget(
+            RowSampling(values, sampling.max_new_tokens, sampling.num_samples),
+            sampling.thinking_token_budget,
+        )
+
+    def _with_budget(self, plain: RowSampling, tokens: int | None) -> RowSampling:
+        if tokens is None or self._marks is None:
+            return plain
+        budget = {"tokens": tokens, **self._marks.model_dump()}
+        closed, opened = (
+            replace(plain, values=plain.values | {"thinking": budget | {"is_open": is_open}})
+            for is_open in (False, True)
+        )
+        return replace(closed, opened=opened)
 
 
 def resolve_sampling(
@@ -161,7 +195,7 @@ def resolve_sampling(
         values
         | _logit_bias(sampling)
         | {"stop": stop, "stop_token_ids": sorted(stop_ids)}
-        | {"structured": structured and asdict(structured)}
+        | {"structured": structured and asdict(structured), "thinking": None}
     )
 
 
@@ -171,8 +205,7 @@ def sampling_inputs(sampling: SamplingSpec) -> dict[str, Any]:
     Settings that came later are left out where they are off, so that older prompts are not stale.
     """
     values = with_schema(sampling).model_dump(mode="json") | _logit_bias(sampling)
-    off = {name for name in LATER if values[name] is None or values[name] in (False, {})}
-    off -= {"logprobs"} if values["logprobs"] == 0 else set()
+    off = {name for name in LATER if values[name] in (None, {}, []) or values[name] is False}
     return {name: value for name, value in values.items() if name not in off}
 
 
@@ -213,9 +246,9 @@ def _given(setting: str, value: Any) -> Any:
     """A row's value as the settings take it."""
     if isinstance(value, bool):
         raise _BadValueError(setting, "must not be a boolean")
-    if setting == "stop" and isinstance(value, str) and not value.startswith("["):
+    if setting in TEXTS and isinstance(value, str) and not value.startswith("["):
         return [value]
-    if isinstance(value, str) and (setting in NESTED or setting == "stop"):
+    if isinstance(value, str) and (setting in NESTED or setting in TEXTS):
         value = _parsed(setting, value)
     if isinstance(value, dict):  # of a struct column, which has all rows' names
         value = {name: each for name, each in value.items() if each is not None}

@@ -19,6 +19,7 @@ from bulk_pipeline.engine.request import (
     LoopGuard,
     SamplingParams,
     StructuredOutput,
+    ThinkingBudget,
     request_seed,
 )
 from bulk_pipeline.store import Partition
@@ -197,6 +198,8 @@ def _asked(row: dict[str, Any]) -> _Asked:
         values["structured"] = StructuredOutput(**values["structured"])
     if "loop_guard" in values:
         values["loop_guard"] = LoopGuard(**values["loop_guard"])
+    if "thinking" in values:
+        values["thinking"] = ThinkingBudget(**values["thinking"])
     prompt_logprobs = values.pop("prompt_logprobs", False)
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return _Asked(SamplingParams(**values | lists), prompt_logprobs)

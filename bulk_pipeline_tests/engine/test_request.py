@@ -14,6 +14,7 @@ from bulk_pipeline.engine.request import (
     SamplingParams,
     Status,
     StructuredOutput,
+    ThinkingBudget,
     request_key,
     request_seed,
     serves,
@@ -55,6 +56,10 @@ class TestKey:
             {"logprobs": 0},
             {"structured": StructuredOutput("regex", "a+")},
             {"loop_guard": LoopGuard(3, 4)},
+            {"allowed_token_ids": (1,)},
+            {"bad_words": ("a",)},
+            {"banned_strings": ("a",)},
+            {"thinking": ThinkingBudget(5)},
         ],
         ids=str,
     )
@@ -105,6 +110,17 @@ class TestKey:
         assert key(**self.EDITS | changes) == key(**self.EDITS)
         assert key(**self.EDITS) != key()
 
+    @pytest.mark.parametrize(
+        ("name", "value", "same"),
+        [
+            ("allowed_token_ids", (9, 3), (3, 9, 3)),
+            ("bad_words", ("a", "b"), ("b", "a")),
+            ("banned_strings", ("A", "b"), ("B", "a", "A")),
+        ],
+    )
+    def test_bans_count_by_what_they_do(self, name, value, same):
+        assert key(**{name: value}) == key(**{name: same})
+
     @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "logit_bias"])
     def test_penalties_and_biases_count_where_greedy(self, name):
         value = {"logit_bias": ((1, 1.0),)}.get(name, 1.5)
@@ -134,6 +150,14 @@ class TestKey:
             {"logprobs": 1},
             {"loop_guard": LoopGuard(3, 4)},
             {"loop_guard": LoopGuard(4, 3)},
+            {"allowed_token_ids": (1,)},
+            {"bad_words": ("a",)},
+            {"bad_words": ("A",)},
+            {"banned_strings": ("a",)},
+            {"thinking": ThinkingBudget(5)},
+            {"thinking": ThinkingBudget(6)},
+            {"thinking": ThinkingBudget(5, is_open=True)},
+            {"thinking": ThinkingBudget(5, end="[/THINK]")},
         ]
         assert len({key(params=GREEDY, **extra) for extra in extras}) == len(extras)
 

@@ -877,6 +877,10 @@ class TestSampling:
             "prompt_logprobs": False,
             "structured": None,
             "loop_guard": None,
+            "allowed_token_ids": [],
+            "bad_words": [],
+            "banned_strings": [],
+            "thinking": None,
         }
 
     def test_values_are_copied(self, stage: Stage):

@@ -9,7 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from bulk_pipeline.engine.request import LoopGuard, SamplingParams, StructuredOutput, request_key
+from bulk_pipeline.engine.request import (
+    LoopGuard,
+    SamplingParams,
+    StructuredOutput,
+    ThinkingBudget,
+    request_key,
+)
 from bulk_pipeline.sampling_spec import SamplingSpec
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.ingest import id_columns, ingest_partition
@@ -77,6 +83,10 @@ def requests(stage: Stage, number: int) -> list[Any]:
         ("structured_output", pa.string(), json.dumps({"json_schema": json.dumps(SCHEMA)}),
          StructuredOutput("json_schema", json.dumps(SCHEMA))),
         ("loop_guard", pa.string(), '{"ngram": 3, "repeats": 4}', LoopGuard(3, 4)),
+        ("allowed_token_ids", pa.string(), "[9, 8]", (9, 8)),
+        ("bad_words", pa.string(), "sorry", ("sorry",)),
+        ("bad_words", pa.list_(pa.string()), ["sorry", "[x"], ("sorry", "[x")),
+        ("banned_strings", pa.string(), '["as an AI", "]"]', ("as an AI", "]")),
     ],
 )  # fmt: skip
 def test_a_rows_own_setting_reaches_its_request(stage, setting, type_, value, expected):
@@ -131,6 +141,9 @@ BAD = [
      r"structured_output.json_schema: cannot be used \(type: 'strin' is not valid"),
     ("structured_output", pa.string(), '{"regex": "a(b"}',
      "structured_output.regex: cannot be used .*unclosed group"),
+    ("bad_words", pa.string(), '[""]', "bad_words.0: .*at least 1 character"),
+    ("allowed_token_ids", pa.string(), "[-1]", "greater than or equal to 0, got -1"),
+    ("banned_strings", pa.string(), "[1]", "banned_strings.0: .*valid string, got 1"),
     ("loop_guard", pa.string(), '{"ngram": 0, "repeats": 4}', "ngram: .*greater than or equal to"),
 ]  # fmt: skip
 
@@ -297,9 +310,47 @@ def test_a_schema_may_be_in_a_file(stage, tmp_path):
 def test_settings_that_are_off_do_not_make_older_prompts_stale():
     older = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "n"}
     later = {"logprobs", "prompt_logprobs", "best_of", "structured_output", "loop_guard"}
+    later |= {"allowed_token_ids", "bad_words", "banned_strings", "thinking_token_budget"}
     assert older <= sampling_inputs(SamplingSpec()).keys()
     assert not sampling_inputs(SamplingSpec()).keys() & (later | {"from_columns"})
     assert sampling_inputs(SamplingSpec(logprobs=0))["logprobs"] == 0
+    zero = SamplingSpec(thinking_token_budget=0)
+    assert sampling_inputs(zero)["thinking_token_budget"] == 0
+
+
+OPENS = (
+    "{{ messages[-1]['content'] }}{% if 'think' in messages[-1]['content'] %}<think>\n{% endif %}"
+)
+
+
+def test_a_budget_for_thoughts_counts_from_where_they_begin(stage, tmp_path):
+    """In the prompt, by its template, or at the mark that the answer begins with."""
+    (tmp_path / "opens.jinja").write_text(OPENS)
+    rows = [
+        {"text": "think", "most": None},
+        {"text": "hi", "most": 3},
+        {"text": "think", "most": 0},
+    ]
+    stage.write_raw(rows, [("text", pa.string()), ("most", pa.int64())])
+    changes = {
+        "prompt": {"column": "text", "chat_template": str(tmp_path / "opens.jinja")},
+        "sampling": {"thinking_token_budget": 9, "from_columns": {"thinking_token_budget": "most"}},
+    }
+    stage.format(stage.spec(output={"reasoning": True}, **changes))
+    found = [request.sampling.thinking for request in requests(stage, 3)]
+    assert found == [
+        ThinkingBudget(9, is_open=True), ThinkingBudget(3), ThinkingBudget(0, is_open=True),
+    ]  # fmt: skip
+    before = stage.manifest().inputs["reasoning"]
+    assert before == {"start": "<think>", "end": "</think>"}  # other marks make them stale
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"thinking_token_budget": 9}, {"from_columns": {"thinking_token_budget": "most"}}]
+)
+def test_a_budget_for_thoughts_needs_their_marks(stage, sampling):
+    with pytest.raises(ValueError, match=r"thinking_token_budget needs output.reasoning, which"):
+        stage.spec(sampling=sampling)
 
 
 def test_prompts_that_are_scored_ask_for_it(stage):
