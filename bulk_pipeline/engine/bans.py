@@ -432,6 +432,7 @@ class BanSlots:
         assert bans is not None
         return bans
 
+    @torch.inference_mode()  # as the model's logits were made
     def edit(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Give tokens that must not come a logit of -inf; other rows stay as they are.
 
