@@ -52,6 +52,7 @@ class S3:
 
     def __post_init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()  # moto looks at a condition and puts in two steps
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., Any]
@@ -63,7 +64,8 @@ class S3:
         if status := self.before(method, key):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _answer(start_response, status)
-        body = self._app(environ, start_response)
+        with self._lock:
+            body = list(self._app(environ, start_response))
         if status := self.after(method, key):
             return _answer(start_response, status)
         return body

@@ -1,6 +1,7 @@
 """The whole way with its tables on s3://, killed and resumed, and two runs at once."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs, scan_table
+from bulk_pipeline.cli import main
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import JOURNAL, MAX_DEATHS, REMOTE_AHEAD
 from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, Store
@@ -188,8 +191,8 @@ def test_of_two_runs_at_once_the_later_goes_on_and_nothing_is_lost(s3):
 
 
 def test_the_requests_of_a_run_are_as_the_page_says(s3):
-    """A PUT for each 64 requests that start, two for each flush, and few others."""
-    num_rows, flush_rows = 640, 160
+    """A PUT for each 256 requests that start, two for each flush, and few others."""
+    num_rows, flush_rows = 1024, 256
     spec = make_spec(s3.new_bucket(), output={"flush_rows": flush_rows})
     store = make_store(spec)
     write_prompts(store, [make_prompt(i) for i in range(num_rows)])
@@ -200,3 +203,24 @@ def test_the_requests_of_a_run_are_as_the_page_says(s3):
     parts = [key for method, key, _ in s3.requests if method == "PUT" and "/part-" in key]
     assert len(parts) == flushes + 1  # and the sorted one
     assert s3.counts("manifest.json")["PUT"] <= flushes + 4
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def test_commands_tell_in_one_line_what_storage_refuses(s3, tmp_path, monkeypatch):
+    spec = real_spec("s3://nowhere-at-all", Path("owner/name"))
+    (tmp_path / "remote_defs.py").write_text(
+        "from bulk_pipeline import build_bulk_inference_defs\n"
+        f"defs = build_bulk_inference_defs({spec!r}, '.')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home"))
+    for command in ("status", "plan", "show", "export"):
+        options = ["--out", str(tmp_path / "x.csv")] if command == "export" else []
+        done = CliRunner().invoke(main, [command, *options, "-m", "remote_defs", "data"])
+        assert done.exit_code == 1, command
+        lines = done.output.strip().splitlines()
+        message = r"Error: (data: )?s3://nowhere-at-all/.*: there is no bucket nowhere-at-all; make"
+        assert re.match(message, lines[-1]), command

@@ -1,5 +1,7 @@
 """The command line: ``bulk-pipeline``, a module for each command or a few that are kin."""
 
+from typing import Any
+
 import click
 
 from bulk_pipeline.cli.doctor import doctor
@@ -10,7 +12,18 @@ from bulk_pipeline.cli.results import export, report, show
 from bulk_pipeline.cli.run import run, status
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what object storage refuses is its message, not a traceback."""
+        from bulk_pipeline.objects import StorageError
+
+        try:
+            return super().invoke(ctx)
+        except StorageError as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Put whole datasets of prompts through a language model.
 

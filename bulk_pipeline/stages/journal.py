@@ -7,11 +7,14 @@ exception counts against none.
 
 On a local disk a note is a line appended: enough for a process that dies, and cheap (no sync;
 when the whole machine dies, the last notes may be lost). Object storage has no append: there
-requests are noted `REMOTE_AHEAD` at a time, and the journal is put whole.
+requests are noted `REMOTE_AHEAD` at a time, and the journal is put whole. Each process has a
+journal of its own there, which stays when it dies: one whose partition was taken over by another
+process still ends in order, and then counts against no request.
 """
 
 import logging
 import os
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from typing import IO
@@ -39,13 +42,16 @@ class Journal:
     """
 
     def __init__(self, partition: Partition):
-        self._store, self._path = partition.store, f"{partition.path}/{JOURNAL}"
+        self._store, self._folder = partition.store, partition.path
+        name = JOURNAL if self._store.is_local else f"{uuid.uuid4().hex}.{JOURNAL}"
+        self._path = f"{self._folder}/{name}"
+        self._left: dict[str, Counter[str]] = {}  # deaths by journal, of dead processes
         self.ahead = 1 if self._store.is_local else REMOTE_AHEAD
         self._in_flight: set[str] = set()
         self._file: IO[bytes] | None = None
         self._bytes = 0
-        self.deaths = self._read()
-        if self.deaths:
+        self.deaths = self._read() if self._store.is_local else self._read_others()
+        if self.deaths and self._store.is_local:
             self._rewrite()
 
     def start(self, keys: Iterable[str]) -> None:
@@ -64,12 +70,20 @@ class Journal:
         known = self.deaths.keys() & set(keys)
         for key in known:
             del self.deaths[key]
-        if known:
+        if known and self._store.is_local:
             self._rewrite()
+        for path, deaths in self._left.items():
+            if deaths.keys() & known:
+                self._left[path] = Counter({k: n for k, n in deaths.items() if k not in known})
+                self._put_or_delete(path, _death_lines(self._left[path]))
 
     def close(self) -> None:
         """End in order: nothing is in flight, only earlier deaths are kept."""
         self._in_flight.clear()
+        if not self._store.is_local:
+            if self._bytes:
+                self._put_or_delete(self._path, [])
+            return
         try:
             if self.deaths:
                 self._rewrite()
@@ -85,28 +99,33 @@ class Journal:
     def _read(self) -> Counter[str]:
         """Deaths of before, and one more for each request that was left in flight."""
         try:
-            lines = self._store.fs.cat_file(self._path).decode("ascii", "replace").splitlines()
+            return _count_deaths(self._store.fs.cat_file(self._path))
         except FileNotFoundError:
             return Counter()
-        deaths: Counter[str] = Counter()
-        in_flight: set[str] = set()
-        for line in lines:
-            mark, key = line[:1], line[1:33]
-            if len(key) < 32:  # the last line, torn
-                continue
-            if mark == "+":
-                in_flight.add(key)
-            elif mark == "-":
-                in_flight.discard(key)
-            elif mark == "x":
-                deaths[key] = int(line[34:] or 1)
-        deaths.update(in_flight)
-        return deaths
+
+    def _read_others(self) -> Counter[str]:
+        """The deaths in all journals that other processes left, or have not closed yet."""
+        try:
+            names = self._store.fs.ls(self._folder, detail=False)
+        except FileNotFoundError:
+            names = []
+        paths = [name for name in names if name.endswith(JOURNAL)]
+        for path, data in zip(paths, self._store.read_many(self._cat, paths), strict=True):
+            if data is not None:
+                self._left[path] = _count_deaths(data)
+        return sum(self._left.values(), Counter[str]())
+
+    def _cat(self, path: str) -> bytes | None:
+        try:
+            return self._store.fs.cat_file(path)
+        except FileNotFoundError:  # its process has just ended in order
+            return None
 
     def _note(self, lines: str, is_start: bool = False) -> None:
         if not self._store.is_local:
             if is_start:
-                self._rewrite()
+                in_flight = [f"+{key}\n" for key in sorted(self._in_flight)]
+                self._bytes = self._put_or_delete(self._path, in_flight)
             return
         if self._file is None or self._bytes > MAX_BYTES:
             self._rewrite()  # holds what is in flight
@@ -117,19 +136,53 @@ class Journal:
         self._bytes += len(lines)
 
     def _rewrite(self) -> None:
-        """Replace the file: deaths so far, and what is in flight now."""
+        """Replace the file on a disk: deaths so far, and what is in flight now."""
         self._close_file()
-        lines = [f"x{key} {count}\n" for key, count in self.deaths.items()]
-        lines += [f"+{key}\n" for key in sorted(self._in_flight)]
-        text = "".join(lines).encode()
+        lines = _death_lines(self.deaths) + [f"+{key}\n" for key in sorted(self._in_flight)]
         with self._store.open_atomic(self._path) as file:
-            file.write(text)
-        if self._store.is_local:
-            with disk_errors(self._path):
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
-        self._bytes = os.path.getsize(self._path) if self._store.is_local else 0
+            file.write("".join(lines).encode())
+        with disk_errors(self._path):
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._bytes = os.path.getsize(self._path)
+
+    def _put_or_delete(self, path: str, lines: list[str]) -> int:
+        """Replace a journal on object storage; one that would say nothing goes. Its bytes."""
+        data = "".join(lines).encode()
+        if data:
+            fault_point(f"{JOURNAL} upload")
+            self._store.fs.pipe_file(path, data)
+            fault_point(f"{JOURNAL} uploaded")
+            return len(data)
+        fault_point("journal delete")
+        try:
+            self._store.fs.rm_file(path)
+        except FileNotFoundError:
+            pass
+        return 0
 
     def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _death_lines(deaths: Counter[str]) -> list[str]:
+    return [f"x{key} {count}\n" for key, count in deaths.items()]
+
+
+def _count_deaths(data: bytes) -> Counter[str]:
+    """The deaths that a journal tells of, and one more for each request that it left in flight."""
+    deaths: Counter[str] = Counter()
+    in_flight: set[str] = set()
+    for line in data.decode("ascii", "replace").splitlines():
+        mark, key = line[:1], line[1:33]
+        if len(key) < 32:  # the last line, torn
+            continue
+        if mark == "+":
+            in_flight.add(key)
+        elif mark == "-":
+            in_flight.discard(key)
+        elif mark == "x":
+            deaths[key] = int(line[34:] or 1)
+    deaths.update(in_flight)
+    return deaths

@@ -19,8 +19,16 @@ def partition(request, tmp_path) -> Partition:
 
 
 def content(partition: Partition) -> bytes | None:
-    path = f"{partition.path}/{JOURNAL}"
-    return partition.store.fs.cat_file(path) if partition.store.fs.exists(path) else None
+    fs = partition.store.fs
+    paths = find(partition)
+    return b"".join(fs.cat_file(path) for path in paths) if paths else None
+
+
+def find(partition: Partition) -> list[str]:
+    """The journals of the partition."""
+    fs = partition.store.fs
+    names = fs.ls(partition.path, detail=False) if fs.exists(partition.path) else []
+    return [name for name in names if name.endswith(JOURNAL)]
 
 
 def test_what_was_in_flight_counts_as_a_death_each_time(partition):
@@ -81,5 +89,20 @@ def test_a_torn_last_line_is_passed_over(partition):
     journal.start([B])
     whole = content(partition)
     assert whole is not None
-    partition.store.fs.pipe_file(f"{partition.path}/{JOURNAL}", whole + b"+" + C[:9].encode())
+    (path,) = find(partition)
+    partition.store.fs.pipe_file(path, whole + b"+" + C[:9].encode())
     assert Journal(partition).deaths == {B: 1}
+
+
+def test_a_process_that_was_overtaken_and_ends_in_order_counts_against_none():
+    partition = Store(f"memory://{uuid.uuid4().hex}", "data").partition(COMPLETIONS, "all")
+    for _ in range(5):
+        overtaken = Journal(partition)
+        overtaken.start([A])
+        later = Journal(partition)
+        later.start([A])
+        overtaken.close()
+        assert Journal(partition).deaths == {A: 1}  # the later one's, were it dead now
+        later.close()
+    assert Journal(partition).deaths == {}
+    assert find(partition) == []
