@@ -575,6 +575,8 @@ class Partition:
             try:
                 writer.clear_away()
                 yield writer
+            except StorageError:
+                raise
             except (OSError, ValueError) as error:
                 # One that takes the partition over clears away what is not committed.
                 if not self.store.is_local and (holder := writer.overtaken_by()):

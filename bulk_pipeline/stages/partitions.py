@@ -15,7 +15,7 @@ from typing import Any
 
 from fsspec.core import has_magic
 
-from bulk_pipeline.objects import ChangedError
+from bulk_pipeline.objects import ChangedError, ObjectStorage
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.sources import (
     FilesReader,
@@ -156,7 +156,8 @@ def list_files(source: FilesSource) -> list[SourceFile]:
     for path in paths:
         root, matches = _expand(fs, path, any_format=source.format != "auto")
         if not matches:
-            raise NoFilesError(f"source.path: no files match {path!r}; correct it or add files")
+            shown = fs.url(path) if isinstance(fs, ObjectStorage) else path
+            raise NoFilesError(f"source.path: no files match {shown!r}; correct it or add files")
         roots.append(root)
         found.update(matches)
     common = posixpath.commonpath(roots) if len(roots) > 1 else roots[0]
