@@ -235,7 +235,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     OUTPUT: (
         Check(
             "conservation",
-            "Each row of the source is in output as often as it asked for samples.",
+            "Each row of the source is in output as often as it asked for samples and turns.",
             _conservation,
         ),
         _check_schema(OUTPUT),

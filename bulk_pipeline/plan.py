@@ -19,11 +19,11 @@ from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
 from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
-from bulk_pipeline.stages.prefixes import shared_prefixes
+from bulk_pipeline.stages.prefixes import later_turn_tokens, shared_prefixes
 from bulk_pipeline.stages.sampling_changes import differences, stored_changes
 from bulk_pipeline.stages.sources import FilesReader
 from bulk_pipeline.stages.staleness import SOURCE_CHANGED, find_missing_or_stale
-from bulk_pipeline.stages.stored import ANSWERED, StoredAnswers, reasons, rows_with_answers
+from bulk_pipeline.stages.stored import StoredAnswers, reasons, rows_with_answers
 from bulk_pipeline.stages.wanted import WantedRequests
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -55,16 +55,18 @@ class PartitionPlan:
     has_prompts
         Whether the numbers below were counted; else only `rows` is known.
     requests, not_ready
-        Rows times samples, and those of them that cannot run.
+        Rows times samples times turns, and those of them that cannot run.
     duplicates
         Requests that ask the same as another one, and run with it.
     answered, in_others
         Requests with a stored answer, in this partition or only in another one.
     to_run
         Requests that the model has to answer, equal ones once.
+    later_turns
+        Those of them that are asked after an answer to the same row.
     run_prompt_tokens, shared_prefix_tokens
         Of those to run: tokens of their prompts, and how many of them stand in leading pages that
-        an earlier one of them has too.
+        an earlier one of them has too. Of a later turn, what follows the answer before it.
     most_new_tokens
         Their limits, added up.
     changed_sampling
@@ -86,6 +88,7 @@ class PartitionPlan:
     in_others: int = 0
     to_run: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    later_turns: int = 0
     run_prompt_tokens: int = 0
     shared_prefix_tokens: int = 0
     most_new_tokens: int = 0
@@ -364,7 +367,7 @@ def _count_requests(
     missing = answers.missing()
     plan.answered = int((wanted.ready & ~missing).sum())
     if look_elsewhere and missing.any() and fingerprint is not None:
-        found = _answered_elsewhere(store, plan.partition, wanted, missing)
+        found = _answered_elsewhere(store, plan.partition, wanted, answers)
         plan.in_others, missing = int(found.sum()), missing & ~found
     leaders = wanted.first_of_each(missing)
     plan.to_run = len(leaders)
@@ -373,21 +376,28 @@ def _count_requests(
     parts = stored.stored if stored else []
 
     def has_row(numbers: np.ndarray) -> np.ndarray:
-        return rows_with_answers(prompts, partition, parts, wanted.row_index[numbers])
+        rows, turns = wanted.row_index[numbers], wanted.turn[numbers]
+        return rows_with_answers(prompts, partition, parts, rows, turns)
 
     made_with = stored.meta.get("made_with", {}) if stored else {}
     plan.reasons = reasons(leaders, answers, has_row, made_with, now)
+    is_first = wanted.turn[leaders] == 0
+    plan.later_turns = int((~is_first).sum())
     plan.run_prompt_tokens, plan.shared_prefix_tokens = shared_prefixes(
-        prompts, wanted.row_index[leaders]
+        prompts, wanted.row_index[leaders[is_first]]
+    )
+    later = leaders[~is_first]
+    plan.run_prompt_tokens += later_turn_tokens(
+        prompts, wanted.row_index[later], wanted.turn[later]
     )
 
 
 def _stored_answers(
-    partition: Partition, wanted: WantedRequests
+    partition: Partition, wanted: WantedRequests, known: StoredAnswers | None = None
 ) -> tuple[StoredAnswers, Manifest | None]:
     """Look through a partition; where a run replaces its parts meanwhile, once more."""
     for attempt in range(TRIES):
-        answers, manifest = StoredAnswers(wanted), sound_manifest(partition)
+        answers, manifest = StoredAnswers(wanted, known), sound_manifest(partition)
         try:
             answers.look_into(partition, manifest.stored if manifest else [])
             break
@@ -398,18 +408,20 @@ def _stored_answers(
 
 
 def _answered_elsewhere(
-    store: Store, own: str, wanted: WantedRequests, missing: np.ndarray
+    store: Store, own: str, wanted: WantedRequests, known: StoredAnswers
 ) -> np.ndarray:
-    """Which of the requests in the mask have an answer in another partition, to be copied."""
+    """Which of the requests without an answer have one in another partition, to be copied."""
+    missing = known.missing()
     found = np.zeros_like(missing)
     for key in store.partition_keys(COMPLETIONS):
         if key == own or not (missing & ~found).any():
             continue
         try:
-            answers, _ = _stored_answers(store.partition(COMPLETIONS, key), wanted)
+            answers, _ = _stored_answers(store.partition(COMPLETIONS, key), wanted, known)
         except (FileNotFoundError, ValueError):  # it is being written, or is damaged
             continue
-        found |= missing & (answers.found & ANSWERED != 0)
+        found |= missing & answers.is_answered
+        known = answers
     return found
 
 
@@ -431,7 +443,7 @@ def _estimate(
     rate: Rate | None,
     price_per_hour: float | None,
 ) -> Estimate:
-    """Rows without prompts count as requests of the longest answer."""
+    """Rows without prompts count as one turn, with the longest answer."""
     uncounted = sum(
         (plan.rows or 0) * spec.sampling.num_samples for plan in partitions if not plan.has_prompts
     )

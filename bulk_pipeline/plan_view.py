@@ -25,6 +25,7 @@ PARTITION_NUMBERS = (
     "answered",
     "in_others",
     "to_run",
+    "later_turns",
     "reasons",
     "run_prompt_tokens",
     "shared_prefix_tokens",
@@ -40,6 +41,7 @@ TOTALS = (
     "answered",
     "in_others",
     "to_run",
+    "later_turns",
     "run_prompt_tokens",
     "shared_prefix_tokens",
     "most_new_tokens",
@@ -275,6 +277,11 @@ def _requests(plan: Plan) -> str:
     lines = []
     if duplicates := plan.total("duplicates"):
         lines.append(f"{duplicates:,} requests ask the same as another one and run with it")
+    if later := plan.total("later_turns"):
+        lines.append(
+            f"{later:,} of the requests to run are later turns of a conversation, which go on from "
+            "the answers before them"
+        )
     if plan.total("run_prompt_tokens"):
         shared = _share(plan.total("shared_prefix_tokens"), plan.total("run_prompt_tokens"))
         lines.append(

@@ -25,6 +25,7 @@ COLUMNS = [
     "row_id",
     "row_index",
     "sample_index",
+    "turn",
     "status",
     "completion",
     "prompt_tokens",
@@ -44,7 +45,7 @@ class PartitionReport:
     Attributes
     ----------
     prompts, completions
-        Lengths in tokens: of each row's prompt, and of each answer.
+        Lengths in tokens: of each row's prompt (one a turn), and of each answer.
     totals
         What the runs took and made, added up: see `stages.progress`.
     runs
@@ -196,7 +197,9 @@ class _Slowest:
 
     def rows(self, show_ids: bool) -> list[dict[str, Any]]:
         """Slowest first; without ids, which may say who a row is about, where asked."""
-        names = ["row_index", "sample_index", "status", "prompt_tokens", "completion_tokens"]
+        has_turns = any(row["turn"] for _, _, row in self._found)
+        names = ["row_index", "sample_index", *(["turn"] if has_turns else []), "status"]
+        names += ["prompt_tokens", "completion_tokens"]
         names += ["queue_seconds", "prefill_seconds", "generate_seconds"]
         ordered = sorted(self._found, key=lambda found: (-found[0], found[1]))
         return [
@@ -214,7 +217,7 @@ def _take_samples(report: PartitionReport, batch: pa.RecordBatch) -> None:
         if wanted <= 0:
             continue
         rows = batch.filter(pc.equal(batch.column("status"), status)).slice(0, wanted)
-        names = ["row_id", "row_index", "sample_index", "status", "completion", "error"]
+        names = ["row_id", "row_index", "sample_index", "turn", "status", "completion", "error"]
         report.samples += [
             row | {name: _cut(row[name]) for name in ("completion", "error")}
             for row in rows.select(names).to_pylist()
@@ -222,22 +225,28 @@ def _take_samples(report: PartitionReport, batch: pa.RecordBatch) -> None:
 
 
 def _add_prompts(report: PartitionReport, store: Store) -> None:
-    """Put the prompts' texts beside the samples, where the prompts are still there."""
+    """Put the prompts' texts beside the samples, where the prompts are still there.
+
+    Of a later turn, what follows the answer before it.
+    """
     wanted = {sample["row_index"] for sample in report.samples}
-    texts: dict[int, str | None] = {}
+    texts: dict[int, list[str | None]] = {}
     try:
         for batch in store.partition(PROMPTS, report.partition).read(
-            ["row_index", "row_id", "prompt"], READ_ROWS
+            ["row_index", "row_id", "prompt", "later_turns"], READ_ROWS
         ):
             if not wanted - texts.keys():
                 break
             index = batch.column("row_index").to_numpy()
             for place in np.flatnonzero(np.isin(index, list(wanted))).tolist():
-                texts[int(index[place])] = batch.column("prompt")[place].as_py()
+                later = batch.column("later_turns")[place].as_py() or []
+                first = batch.column("prompt")[place].as_py()
+                texts[int(index[place])] = [first, *(turn["text"] for turn in later)]
     except ValueError:  # unfinished: they are being made anew
         texts = {}
     for sample in report.samples:
-        sample["prompt"] = _cut(texts.get(sample["row_index"]))
+        found = texts.get(sample["row_index"], [])[sample["turn"] :]
+        sample["prompt"] = _cut(found[0] if found else None)
 
 
 def _cut(text: str | None) -> str | None:

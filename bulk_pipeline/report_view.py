@@ -19,6 +19,7 @@ SLOWEST_COLUMNS = {
     "row_index": "row",
     "row_id": "id",
     "sample_index": "sample",
+    "turn": "turn",
     "status": "status",
     "prompt_tokens": "prompt tokens",
     "completion_tokens": "new tokens",
@@ -201,7 +202,8 @@ def _slowest(report: PartitionReport) -> list[list[Any]]:
 
 
 def _sample(sample: dict[str, Any]) -> str:
-    place = f"row {sample['row_index']}, sample {sample['sample_index']} ({sample['row_id']})"
+    turn = f", turn {sample['turn']}" if sample["turn"] else ""
+    place = f"row {sample['row_index']}, sample {sample['sample_index']}{turn} ({sample['row_id']})"
     blocks = [
         f"<p>{name}</p><pre>{escape(sample[name])}</pre>"
         for name in ("prompt", "completion", "error")

@@ -158,7 +158,7 @@ class OpTagsSpec(Settings):
 
 
 class PromptSpec(Settings):
-    """How a row becomes a prompt: exactly one of `column`, `messages_column` and `template`."""
+    """How a row becomes a prompt: exactly one of the columns and `template`."""
 
     column: str | None = Field(
         None, description="Column that holds the user's message as text. Off: null."
@@ -167,6 +167,12 @@ class PromptSpec(Settings):
         None,
         description="Column that holds chat turns, the last one from the user: role/content "
         "(OpenAI) or from/value (ShareGPT). Off: null.",
+    )
+    turns_column: str | None = Field(
+        None,
+        description="Column that holds several turns of the user, as a list of texts or of chat "
+        "turns, such as [Name a colour., Why that one?]. They are answered one after another, each "
+        "with the turns and answers before it: one completion a turn. Off: null.",
     )
     template: str | None = Field(
         None,
@@ -207,11 +213,16 @@ class PromptSpec(Settings):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        given = [name for name in ("column", "messages_column", "template") if getattr(self, name)]
+        ways = ("column", "messages_column", "turns_column", "template")
+        given = [name for name in ways if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(
-                "set exactly one of column, messages_column and template, "
+                "set exactly one of column, messages_column, turns_column and template, "
                 f"got {' and '.join(given) or 'none'}"
+            )
+        if self.turns_column and self.too_long.startswith("truncate"):
+            raise ValueError(
+                f"too_long must be error_row or fail with turns_column, got {self.too_long}"
             )
         if self.system is not None and self.system_column is not None:
             raise ValueError("set system or system_column, not both")
@@ -487,6 +498,11 @@ class BulkInferenceSpec(Settings):
             raise ValueError(
                 "sampling.thinking_token_budget needs output.reasoning, which has the marks of "
                 "thoughts; set output.reasoning to true"
+            )
+        if self.prompt.turns_column and self.sampling.prompt_logprobs:
+            raise ValueError(
+                "sampling.prompt_logprobs scores prompts, and those of later turns hold answers of "
+                "the model; set prompt.messages_column in place of prompt.turns_column"
             )
         return self
 

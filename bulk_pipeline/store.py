@@ -135,6 +135,8 @@ TOP_LOGPROBS_TYPE = pa.list_(
     pa.list_(pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())]))
 )
 
+LATER_TURNS_TYPE = pa.list_(pa.struct([("text", pa.string()), ("input_ids", pa.list_(pa.int32()))]))
+
 PROMPTS_SCHEMA = pa.schema(
     [
         *ROW_FIELDS,
@@ -146,6 +148,8 @@ PROMPTS_SCHEMA = pa.schema(
         _field("truncated", pa.bool_(), "Whether the row's message was cut to fit"),
         _field("sampling", SAMPLING_TYPE, "The row's sampling values; seed is the run's"),
         _field("num_samples", pa.int32(), "How many completions the row asks for"),
+        _field("num_turns", pa.int32(), "How many turns each of them has"),
+        _field("later_turns", LATER_TURNS_TYPE, "What the model is given after each answer"),
     ]
 )
 
@@ -179,6 +183,7 @@ COMPLETIONS_SCHEMA = pa.schema(
             pa.list_(pa.float32()),
             "Each prompt token's log-probability, the first one's apart",
         ),
+        _field("answers_before", pa.uint64(), "Hash of the answers of the turns before, or null"),
     ]
 )
 FIXED_SCHEMAS = {PROMPTS: PROMPTS_SCHEMA, COMPLETIONS: COMPLETIONS_SCHEMA}

@@ -116,11 +116,17 @@ class _Counted:
     def __init__(self, generator: Generator, log: Path):
         self.provenance, self._generator, self._log = generator.provenance, generator, log
 
+        if hasattr(generator, "answer_ids"):
+            self.answer_ids = generator.answer_ids
+
     def run(
-        self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_step: Callable[[], None] | None = None,
+        **go_on: Any,
     ) -> Iterator[Completion]:
         with self._log.open("a", buffering=1) as log:
-            for completion in self._generator.run(requests, on_step):
+            for completion in self._generator.run(requests, on_step, **go_on):
                 log.write(f"{completion.request_id}\n")
                 yield completion
 

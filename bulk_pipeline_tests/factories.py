@@ -84,7 +84,7 @@ def write_prompts(
         )
         meta = {
             "max_request_tokens": longest,
-            "num_requests": sum(row["num_samples"] for row in rows),
+            "num_requests": sum(row["num_samples"] * row.get("num_turns", 1) for row in rows),
         }
         writer.commit([part.part], complete=True, inputs=inputs, meta=meta)
     write_raw(

@@ -149,6 +149,7 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
         if columns
         else [
             *(name for name in table.columns if name not in ours and name != "partition"),
+            *(["turn"] if "turn" in table.columns and table["turn"].max() else []),
             *SHOWN,
         ]
     )

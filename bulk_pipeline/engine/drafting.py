@@ -64,10 +64,14 @@ class DraftingLoop:
         """Rows that have not ended, waiting ones included."""
         return int(self.generator.num_remaining_jobs())
 
-    def enqueue(self, rows: Iterable[Row]) -> None:
-        """Let rows wait for their turn."""
+    def enqueue(self, rows: Iterable[Row], first: bool = False) -> None:
+        """Let rows wait for their turn; with `first`, before all that wait already."""
+        waiting = self.generator.pending_jobs
+        num_before = len(waiting)
         for row in rows:
             self.generator.enqueue(_Job(row, self._num_draft, self._on_finish, self._stats))
+        if first:
+            waiting[:] = [*waiting[num_before:], *waiting[:num_before]]
 
     def step(self) -> None:
         """Read some prompts, draft and generate for every running row, and end what has ended."""

@@ -6,7 +6,7 @@ once, from all token ids of a completion.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ class Loop(Protocol):
     def num_rows(self) -> int:
         """Rows that have not ended, waiting ones included."""
 
-    def enqueue(self, rows: Iterable[Row]) -> None:
-        """Let rows wait for their turn."""
+    def enqueue(self, rows: Iterable[Row], first: bool = False) -> None:
+        """Let rows wait for their turn; with `first`, before all that wait already."""
 
     def step(self) -> None:
         """Go one step on with all rows that run."""
@@ -41,12 +41,15 @@ class Loop(Protocol):
 
 
 class Decoder(Protocol):
-    """The part of a transformers tokenizer that turns ids into text."""
+    """The part of a transformers tokenizer that turns ids into text, and text into ids."""
 
     all_special_ids: list[int]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `token_ids`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`."""
 
 
 class BulkGenerator:
@@ -103,11 +106,17 @@ class BulkGenerator:
         self._loop: Loop | None = make_loop(self.stats, self._finish)
 
     def run(
-        self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
+        self,
+        requests: Iterable[Request],
+        on_step: Callable[[], None] | None = None,
+        go_on: Callable[[Completion], Iterable[Request]] | None = None,
     ) -> Iterator[Completion]:
         """Complete `requests`, read as they are needed; yield completions as they finish.
 
-        `on_step` is called after each step of the model, also where nothing finished.
+        `on_step` is called after each step of the model, also where nothing finished. `go_on` is
+        called with each completion before that is yielded, and gives requests that follow from
+        it, such as a conversation's next turn; they come before all that wait, so that what they
+        share with it still stands in the cache.
 
         A request that cannot run (no ids, an id that the model does not know, too long) is a
         completion with that status. Closing the iterator drops the requests in generation. An
@@ -122,13 +131,13 @@ class BulkGenerator:
         waiting = iter(requests)
         try:
             while self._feed(waiting) or self._finished:
-                yield from self._take_finished()
+                yield from self._take_finished(go_on)
                 try:
                     self._step()
                 except Exception:
                     yield from self._take_finished()
                     raise
-                yield from self._take_finished()
+                yield from self._take_finished(go_on)
                 if on_step is not None:
                     on_step()
         finally:
@@ -136,6 +145,25 @@ class BulkGenerator:
             self._finished.clear()
             if self._loop is not None and self._loop.num_rows:
                 self._loop.forget()
+
+    def answer_ids(
+        self, token_ids: Sequence[int], text: str, stop_token_ids: Collection[int]
+    ) -> list[int]:
+        """Return the tokens of an answer as a chat goes on from it: those of its `text`.
+
+        The generated ones, without the end token. Where the text was cut (at a stop string, or
+        within a character), those that lie in it whole, and new ones for what is left.
+        """
+        ids = list(token_ids)
+        if ids and ids[-1] in stop_token_ids:
+            return ids[:-1]
+        for num_kept in range(len(ids), -1, -1):
+            kept = self._decoder.decode(ids[:num_kept], skip_special_tokens=True)
+            if text.startswith(kept):
+                rest = text[len(kept) :]
+                new = self._decoder.encode(rest, add_special_tokens=False) if rest else []
+                return [*ids[:num_kept], *new]
+        raise AssertionError("no text starts a text")
 
     def close(self) -> None:
         """Free the model and the cache; the generator cannot be used afterwards."""
@@ -151,15 +179,20 @@ class BulkGenerator:
         assert self._loop is not None
         room = QUEUED_BATCHES * self.max_batch_size - self._loop.num_rows
         if room > self.max_batch_size // 2:  # so many that putting them in order is of use
-            rows = []
-            for request in islice(waiting, room):
-                refused = self._refuse(request)
-                if refused is not None:
-                    self._finished.append(refused)
-                else:
-                    rows.append(self._row(request))
-            self._loop.enqueue(rows)
+            self._enqueue(islice(waiting, room))
         return bool(self._loop.num_rows)
+
+    def _enqueue(self, requests: Iterable[Request], first: bool = False) -> None:
+        """Let requests wait; those that cannot run are finished."""
+        assert self._loop is not None
+        rows = []
+        for request in requests:
+            refused = self._refuse(request)
+            if refused is not None:
+                self._finished.append(refused)
+            else:
+                rows.append(self._row(request))
+        self._loop.enqueue(rows, first)
 
     def _step(self) -> None:
         assert self._loop is not None
@@ -175,9 +208,14 @@ class BulkGenerator:
         finally:
             self.stats.seconds += time.perf_counter() - started
 
-    def _take_finished(self) -> Iterator[Completion]:
+    def _take_finished(
+        self, go_on: Callable[[Completion], Iterable[Request]] | None = None
+    ) -> Iterator[Completion]:
         while self._finished:
-            yield self._finished.popleft()
+            completion = self._finished.popleft()
+            if go_on is not None:
+                self._enqueue(go_on(completion), first=True)
+            yield completion
 
     def _refuse(self, request: Request) -> Completion | None:
         """Return the completion of a request that cannot run, else None."""

@@ -265,9 +265,10 @@ class Completion:
         return None if self.logprobs is None else math.fsum(self.logprobs)
 
 
-def request_seed(run_seed: int, row_id: str, sample_index: int) -> int:
+def request_seed(run_seed: int, row_id: str, sample_index: int, turn: int = 0) -> int:
     """The 64-bit seed of one sample of one row; it does not depend on where the row stands."""
-    text = json.dumps([run_seed, row_id, sample_index], ensure_ascii=True)
+    parts = [run_seed, row_id, sample_index, *([turn] if turn else [])]
+    text = json.dumps(parts, ensure_ascii=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -301,11 +302,17 @@ class KeyHasher:
         )
         self._start = hashlib.blake2b(start.encode(), digest_size=16)
 
-    def digest(self, ids: bytes | memoryview, seed: int = 0) -> bytes:
-        """The key as 16 bytes; `ids` are the token ids, each as 4 bytes, least first."""
+    def digest(self, ids: bytes | memoryview, seed: int = 0, before: bytes | None = None) -> bytes:
+        """The key as 16 bytes; `ids` are the token ids, each as 4 bytes, least first.
+
+        Of a later turn of a conversation, `before` is the key of the turn before, and `ids` are
+        those that come after its answer: the key is known before that answer is.
+        """
         digest = self._start.copy()
         if self._has_seed:
             digest.update(f'"seed": {seed & MASK_64}{self._end}'.encode())
+        if before is not None:  # of no whole number of ids, so that no first turn has such a key
+            digest.update(b"turn:" + before)
         digest.update(ids)
         return digest.digest()
 

@@ -333,8 +333,11 @@ class Scheduler:
         """Rows that have not ended, waiting ones included."""
         return len(self._waiting) + self._batch - len(self._free_slots)
 
-    def enqueue(self, rows: Iterable[Row]) -> None:
-        """Let rows wait for their turn, those with equal beginnings together, long ones first."""
+    def enqueue(self, rows: Iterable[Row], first: bool = False) -> None:
+        """Let rows wait for their turn, those with equal beginnings together, long ones first.
+
+        With `first` they come before all that wait already.
+        """
         groups: dict[bytes, list[Row]] = {}
         for row in rows:
             row.context = np.asarray(row.request.input_ids, np.int64)
@@ -344,8 +347,12 @@ class Scheduler:
             groups.setdefault(row.context[:PAGE_TOKENS].tobytes(), []).append(row)
         for group in groups.values():
             group.sort(key=lambda row: -len(row.context))
-        for group in sorted(groups.values(), key=lambda group: -len(group[0].context)):
-            self._waiting.extend(group)
+        ordered = sorted(groups.values(), key=lambda group: -len(group[0].context))
+        ready = [row for group in ordered for row in group]
+        if first:
+            self._waiting.extendleft(reversed(ready))
+        else:
+            self._waiting.extend(ready)
 
     def step(self) -> None:
         """Read some prompts, generate a token for every running row, and end what has ended."""

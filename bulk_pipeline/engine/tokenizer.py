@@ -121,6 +121,26 @@ class PromptTokenizer:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._with_bos(encoding.ids) for encoding in encodings]
 
+    def encode_after(self, stand_in: str, text: str, is_marked: bool = False) -> list[int]:
+        """Token ids of a text that follows another one, for which `stand_in` stands.
+
+        Parameters
+        ----------
+        is_marked
+            Whether only marks (see `mark`) in `text` give special tokens.
+
+        Raises
+        ------
+        ValueError
+            If a token would reach from one into the other.
+        """
+        fast = self._literal if is_marked else self._fast
+        before = fast.encode(stand_in, add_special_tokens=False).ids
+        ids = fast.encode(stand_in + text, add_special_tokens=False).ids
+        if ids[: len(before)] != before:
+            raise ValueError("shares a token with the answer before it")
+        return ids[len(before) :]
+
     def encode_marked(self, marked: str) -> list[int]:
         """Token ids of a prompt in which only marks (see `mark`) give special tokens."""
         return self._with_bos(self._literal.encode(marked, add_special_tokens=False).ids)

@@ -1,4 +1,7 @@
-"""Of several samples of a row, the best by mean log-probability."""
+"""Of several samples of a row, the best by mean log-probability.
+
+A sample of several turns is kept or dropped with all of them; the mean is over all its tokens.
+"""
 
 from collections.abc import Iterator
 
@@ -6,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-COLUMNS = ("row_index", "cumulative_logprob", "completion_tokens")  # read to tell them
+# read to tell them
+COLUMNS = ("row_index", "sample_index", "cumulative_logprob", "completion_tokens")
 
 
 def keep_best(batches: Iterator[pa.RecordBatch], num_kept: int) -> Iterator[pa.RecordBatch]:
-    """Of each row's completions the `num_kept` best, in their order; all have the same schema.
+    """Of each row's samples the `num_kept` best, in their order; all have the same schema.
 
-    Completions without log-probabilities, such as errors, come last; of equal ones the first do.
+    Samples without log-probabilities, such as errors, come last; of equal ones the first do.
     """
     rest: pa.RecordBatch | None = None
     for batch in batches:
@@ -32,12 +36,16 @@ def _joined(first: pa.RecordBatch, second: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _best(batch: pa.RecordBatch, num_kept: int) -> pa.RecordBatch:
-    rows = batch.column("row_index").to_numpy()
-    tokens = np.maximum(batch.column("completion_tokens").to_numpy(zero_copy_only=False), 1)
+    rows, samples = (batch.column(name).to_numpy() for name in ("row_index", "sample_index"))
+    begins = np.ones(len(rows), bool)  # a sample's first turn
+    begins[1:] = (rows[1:] != rows[:-1]) | (samples[1:] != samples[:-1])
+    firsts = np.flatnonzero(begins)
+    tokens = batch.column("completion_tokens").to_numpy(zero_copy_only=False)
     total = batch.column("cumulative_logprob").to_numpy(zero_copy_only=False)
-    mean = np.where(np.isnan(total), -np.inf, total) / tokens
+    total = np.add.reduceat(np.where(np.isnan(total), -np.inf, total), firsts)
+    mean, rows = total / np.maximum(np.add.reduceat(tokens, firsts), 1), rows[firsts]
     order = np.lexsort((-mean, rows))  # stable: of equal ones the first sample is first
     starts = np.searchsorted(rows, rows)  # rows rise
     is_best = np.zeros(len(rows), bool)
     is_best[order] = np.arange(len(rows)) - starts < num_kept
-    return batch.filter(pa.array(is_best))
+    return batch.filter(pa.array(is_best[np.cumsum(begins) - 1]))

@@ -1,18 +1,23 @@
-"""prompts → completions: one row for every sample a prompt asks for, run or reused.
+"""prompts → completions: one row for every turn of every sample a prompt asks for, run or reused.
 
 The requests wanted (from prompts) are compared by request key with the completions stored for
 the partition, finished or not, and for the dataset's other partitions. What is missing runs,
 equal requests once; finished completions are committed every few rows or seconds. In the end the
 stored completions are dealt out to the requests that want them, sorted, and committed as the
 finished table.
+
+A later turn of a conversation is asked as soon as the answer before it is there, ahead of other
+rows. Where that answer is stored, or is that of another row which asks the same, the turn is asked
+on its own.
 """
 
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter, abc
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, Literal, Protocol, cast
 
@@ -27,6 +32,7 @@ from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile, tell
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.sampling_changes import changes_metadata, stored_changes
 from bulk_pipeline.stages.stored import (
+    ANSWERS,
     MAX_ATTEMPTS,
     Redo,
     StoredAnswers,
@@ -49,9 +55,12 @@ from bulk_pipeline.store import (
     Store,
 )
 
+AnswerIds = Callable[[Sequence[int], str, Collection[int]], list[int]]  # of `ChatGenerator`
+
 PROGRESS_SECONDS = 5.0  # between two reports and two writes of the progress file
 WATCH_SECONDS = 0.5  # between two looks of those who watch within the process
 SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first
+PLACE = ("row_index", "sample_index", "turn")  # of a request; the order of the table
 READ_ROWS = 2048  # read at once, so that long completions stay few
 
 log = logging.getLogger(__name__)
@@ -66,6 +75,23 @@ class Generator(Protocol):
         self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
     ) -> Iterator[Completion]:
         """Yield one completion a request, in any order; call `on_step` after each step."""
+
+
+class ChatGenerator(Generator, Protocol):
+    """What it needs besides where rows have several turns."""
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_step: Callable[[], None] | None = None,
+        go_on: Callable[[Completion], Iterable[Request]] | None = None,
+    ) -> Iterator[Completion]:
+        """Also complete the requests that `go_on` gives for a completion, before others."""
+
+    def answer_ids(
+        self, token_ids: Sequence[int], text: str, stop_token_ids: Collection[int]
+    ) -> list[int]:
+        """Return the tokens of an answer as a chat goes on from it."""
 
 
 def complete_partition(
@@ -131,7 +157,7 @@ def complete_partition(
         path=partition.path,
         metadata={
             "requests": job.num_requests,
-            "requests_run": job.num_to_run,
+            "requests_run": job.num_to_run - job.num_left,
             **{f"requests_run_{reason}": count for reason, count in job.reasons.items()},
             "requests_reused": (
                 job.num_requests - job.num_not_ready - job.num_fan_out - job.num_to_run
@@ -180,6 +206,8 @@ class _Job:
     leaders
         Numbers of the requests to run, rising: of those with no stored answer, the first of each
         key and limit.
+    is_left
+        Mask of those of them that did not run yet.
     alone
         Those of them that run one at a time, since processes died with them in flight.
     given_up
@@ -215,15 +243,24 @@ class _Job:
         self.num_not_ready = self.num_requests - int(self.wanted.ready.sum())
         self.leaders = np.zeros(0, np.uint32)
         self.alone = self.given_up = self.leaders
+        self.is_left = np.zeros(self.num_requests, bool)
         self.num_fan_out = self.num_copied = 0
         self.attempts = np.zeros(0, np.uint8)
         self.reasons: dict[str, int] = {}
         self._redo: Redo | None = None
+        # of conversations: what is stored, in which parts
+        self._answers_now: StoredAnswers | None = None
+        self._parts: list[Part] = []
 
     @property
     def num_to_run(self) -> int:
-        """Requests that get a completion now."""
+        """Requests that get a completion now, if each turn of their conversations has an answer."""
         return len(self.leaders)
+
+    @property
+    def num_left(self) -> int:
+        """Those of them that did not run."""
+        return int(self.is_left.sum())
 
     def plan(self, redo: Literal["none", "all"] | Collection[str]) -> None:
         """Find out what has to run, and why."""
@@ -234,11 +271,12 @@ class _Job:
         answers = self._answers()
         missing = answers.missing()
         if missing.any() and self._redo is None:
-            self.num_copied = copy_from_others(self.store, self.writer, self.wanted, missing)
+            self.num_copied = copy_from_others(self.store, self.writer, self.wanted, answers)
             if self.num_copied:
                 answers = self._answers()
                 missing = answers.missing()
         self.leaders = self.wanted.first_of_each(missing)
+        self.is_left[self.leaders] = True
         self.num_fan_out = int(missing.sum()) - len(self.leaders)
         self.attempts = answers.attempts
         self.alone = self._with_deaths(ISOLATE_DEATHS, MAX_DEATHS)
@@ -246,10 +284,55 @@ class _Job:
         made_with = self.writer.manifest.meta.get("made_with", {})
 
         def has_row(numbers: np.ndarray) -> np.ndarray:
-            rows = self.wanted.row_index[numbers]
-            return rows_with_answers(self.prompts, self.writer.partition, parts_before, rows)
+            rows, turns = self.wanted.row_index[numbers], self.wanted.turn[numbers]
+            partition = self.writer.partition
+            return rows_with_answers(self.prompts, partition, parts_before, rows, turns)
 
         self.reasons = reasons(self.leaders, answers, has_row, made_with, self.made_with)
+
+    def openers(self) -> np.ndarray:
+        """Numbers of those left that can run now, rising: the turn before them is answered."""
+        wanted = self.wanted
+        if wanted.num_turns == 1 or not self.is_left.any():
+            return np.flatnonzero(self.is_left)
+        self._answers_now, self._parts = self._answers(), self.writer.manifest.stored
+        follows = np.concatenate([[False], self._answers_now.is_answered[:-1]])
+        return np.flatnonzero(self.is_left & (follows | (wanted.turn == 0)))
+
+    def requests(
+        self,
+        numbers: np.ndarray,
+        answer_ids: AnswerIds,
+    ) -> Iterator[WantedRequest]:
+        """The openers of the given numbers, which must rise, with the answers stored before them.
+
+        `answer_ids` is the generator's.
+        """
+        requests = requests_at(self.prompts, self.model_fingerprint, numbers)
+        turns = self.wanted.turn[numbers].astype(np.int64)
+        if not turns.any():
+            yield from requests
+            return
+        with closing(self._stored_at(_all_before(numbers, turns))) as answers:
+            for number, request in zip(numbers.tolist(), requests, strict=True):
+                while request.number < number:
+                    ids, text = next(answers)
+                    kept = answer_ids(ids, text, request.sampling.stop_token_ids)
+                    request = request.next_turn(ids, kept)
+                yield request
+
+    def _stored_at(self, numbers: np.ndarray) -> abc.Generator[tuple[list[int], str], None, None]:
+        """The stored answers of requests, in the order of their numbers."""
+        partition, answers = self.writer.partition, self._answers_now
+        assert answers is not None
+        tables = _deal(partition, self._parts, self.wanted, answers, numbers)
+        pieces = list(_write_pieces(self.writer, tables))
+        try:
+            for table in partition.read_sorted(pieces, max(64, SORT_ROWS // max(len(pieces), 1))):
+                for row in table.select(["completion_ids", "completion"]).to_pylist():
+                    yield row["completion_ids"], row["completion"]
+        finally:
+            self.writer.discard(pieces)
 
     def is_finished(self) -> bool:
         """Whether the table stands as it is."""
@@ -269,8 +352,10 @@ class _Job:
         """
         parts, partition = self.writer.manifest.stored, self.writer.partition
         answers = self._answers()
+        is_left_out = answers.settle()
         assert answers.has_all(), "a request has neither an answer nor an error"
-        tables = _deal(partition, parts, self.wanted, answers)
+        ready = np.flatnonzero(self.wanted.ready).astype(np.uint32)
+        tables = _deal(partition, parts, self.wanted, answers, ready, is_left_out)
         if self.num_not_ready:
             tables = chain(tables, _not_run(self.prompts))
         pieces = list(_write_pieces(self.writer, tables))
@@ -300,6 +385,20 @@ class _Job:
         self.writer.discard(pieces)
         self.journal.forget(list(self.journal.deaths))
 
+    def goes_on(self, number: int) -> bool:
+        """Whether the next turn of a request's conversation is to run right after it."""
+        following = number + 1
+        return (
+            following < self.num_requests
+            and self.wanted.turn[following] > 0
+            and bool(self.is_left[following])
+            and following not in self._apart
+        )
+
+    @cached_property
+    def _apart(self) -> frozenset[int]:
+        return frozenset([*self.alone.tolist(), *self.given_up.tolist()])
+
     def _answers(self) -> StoredAnswers:
         answers = StoredAnswers(self.wanted)
         answers.look_into(self.writer.partition, self.writer.manifest.stored, self._redo)
@@ -314,27 +413,37 @@ class _Job:
 
 def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -> None:
     """Put the leaders through the engine; what finished is stored even if the rest fails."""
-    set_apart = np.union1d(job.alone, job.given_up)
-    together = np.setdiff1d(job.leaders, set_apart)
-    # Few enough to hold: what was in flight when a process died.
-    apart = list(requests_at(job.prompts, job.model_fingerprint, set_apart))
-    given_up = set(job.given_up.tolist())
     sink.report()
+    generator: Generator | None = None
     try:
-        for wanted in apart:
-            if wanted.number in given_up:
+        while len(openers := job.openers()):
+            given_up = np.intersect1d(openers, job.given_up)
+            for wanted in job.requests(given_up, _no_ids):
                 sink.add(wanted, _given_up(wanted), None, MAX_ATTEMPTS)
-        if len(together) or len(job.alone):
-            generator = get_generator()
-            sink.progress.start(generator.provenance, getattr(generator, "stats", None))
-            wanted_together = requests_at(job.prompts, job.model_fingerprint, together)
-            _generate(job, sink, generator, wanted_together, job.journal.ahead)
-            for wanted in apart:
-                if wanted.number not in given_up:
-                    _generate(job, sink, generator, iter([wanted]), 1)
+            job.is_left[given_up] = False
+            openers = np.setdiff1d(openers, given_up)
+            if len(openers) and generator is None:
+                generator = get_generator()
+                sink.progress.start(generator.provenance, getattr(generator, "stats", None))
+            if generator is not None:
+                _run_openers(job, sink, generator, openers)
+            if job.num_left:  # turns that wait for an answer which another row asked for
+                sink.flush()
+        sink.progress.requests -= job.num_left  # turns after one without an answer
     finally:
         sink.close()
-    assert sink.progress.done == job.num_to_run, (sink.progress.done, job.num_to_run)
+    done = sink.progress.done + job.num_left
+    assert done == job.num_to_run, (sink.progress.done, job.num_left, job.num_to_run)
+
+
+def _run_openers(job: _Job, sink: "_PartSink", generator: Generator, openers: np.ndarray) -> None:
+    """Run requests, and the turns after them; those that run alone come last."""
+    answer_ids: AnswerIds = getattr(generator, "answer_ids", _no_ids)
+    together = job.requests(np.setdiff1d(openers, job.alone), answer_ids)
+    _generate(job, sink, generator, together, job.journal.ahead)
+    # Few enough to hold: what was in flight when a process died.
+    for wanted in list(job.requests(np.intersect1d(openers, job.alone), answer_ids)):
+        _generate(job, sink, generator, iter([wanted]), 1)
 
 
 def _generate(
@@ -343,21 +452,43 @@ def _generate(
     """Run requests together; the journal knows of each before the engine does."""
     in_flight: dict[int, WantedRequest] = {}
 
+    def started(some: list[WantedRequest]) -> Iterator[Request]:
+        job.journal.start(request.key for request in some)
+        for request in some:
+            in_flight[request.number] = request
+            yield Request(
+                request.number, request.input_ids, request.sampling, request.prompt_logprobs
+            )
+
     def requests() -> Iterator[Request]:
         while some := list(islice(wanted, ahead)):
-            job.journal.start(request.key for request in some)
-            for request in some:
-                in_flight[request.number] = request
-                yield Request(
-                    request.number, request.input_ids, request.sampling, request.prompt_logprobs
-                )
+            yield from started(some)
+
+    def go_on(completion: Completion) -> Iterator[Request]:
+        request = in_flight[cast(int, completion.request_id)]
+        if completion.status in ANSWERS and job.goes_on(request.number):
+            ids, text = completion.token_ids, completion.text
+            kept = chats.answer_ids(ids, text, request.sampling.stop_token_ids)
+            yield from started([request.next_turn(ids, kept)])
 
     produced_by = json.dumps(generator.provenance, sort_keys=True)
-    for completion in generator.run(requests(), on_step=sink.tick):
+    chats = cast(ChatGenerator, generator)
+    completions = (
+        generator.run(requests(), on_step=sink.tick)
+        if job.wanted.num_turns == 1
+        else chats.run(requests(), on_step=sink.tick, go_on=go_on)
+    )
+    for completion in completions:
         request = in_flight.pop(cast(int, completion.request_id))
+        job.is_left[request.number] = False
         job.journal.finish(request.key)
         attempts = int(job.attempts[request.number]) + 1
         sink.add(request, completion, produced_by, attempts)
+
+
+def _no_ids(token_ids: Sequence[int], text: str, stop_token_ids: Collection[int]) -> list[int]:
+    """Where nothing goes on from an answer."""
+    return []
 
 
 def _given_up(wanted: WantedRequest) -> Completion:
@@ -377,7 +508,7 @@ def _completion_row(
         wanted.row_id,
         wanted.row_index,
         wanted.sample_index,
-        0,  # turn
+        wanted.turn,
         str(completion.status),
         completion.text,
         completion.token_ids,
@@ -399,6 +530,7 @@ def _completion_row(
         completion.cumulative_logprob,
         completion.top_logprobs,
         completion.prompt_logprobs,
+        wanted.answers_before,
     )
 
 
@@ -478,13 +610,25 @@ class _PartSink:
         self._flushed = time.monotonic()
 
 
+def _all_before(numbers: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """The numbers of all turns before requests of the given turns, in order."""
+    within = np.arange(turns.sum()) - np.repeat(np.cumsum(turns) - turns, turns)
+    return np.repeat(numbers - turns, turns) + within
+
+
 def _deal(
-    partition: Partition, parts: list[Part], wanted: WantedRequests, answers: StoredAnswers
+    partition: Partition,
+    parts: list[Part],
+    wanted: WantedRequests,
+    answers: StoredAnswers,
+    numbers: np.ndarray,
+    is_left_out: np.ndarray | None = None,
 ) -> Iterator[pa.Table]:
-    """Each stored completion under the requests that it answers."""
-    ready = np.flatnonzero(wanted.ready).astype(np.uint32)
-    numbers = ready[np.lexsort((answers.offset[ready], answers.part[ready]))]
-    del ready
+    """Each stored completion under those of the requests `numbers` that it answers.
+
+    Also under those in the mask `is_left_out`, which were not asked because it failed.
+    """
+    numbers = numbers[np.lexsort((answers.offset[numbers], answers.part[numbers]))]
     starts = np.searchsorted(answers.part[numbers], np.arange(len(parts) + 1))
     for number, part in enumerate(parts):
         here = numbers[starts[number] : starts[number + 1]]
@@ -494,7 +638,9 @@ def _deal(
             for start in range(first, last, READ_ROWS):
                 some = slice(start, min(start + READ_ROWS, last))
                 table = pa.Table.from_batches([batch]).take(pa.array(offsets[some] - offset))
-                for name in ("row_index", "sample_index"):
+                if is_left_out is not None and is_left_out[here[some]].any():
+                    table = _not_asked(table, is_left_out[here[some]])
+                for name in PLACE:
                     column = COMPLETIONS_SCHEMA.field(name)
                     values = pa.array(getattr(wanted, name)[here[some]], column.type)
                     table = table.set_column(table.schema.get_field_index(name), column, values)
@@ -502,16 +648,35 @@ def _deal(
             offset += batch.num_rows
 
 
+def _not_asked(completions: pa.Table, is_left_out: np.ndarray) -> pa.Table:
+    """The completions, with the later turns of one that failed in place of those in the mask."""
+    rows = [
+        {
+            "row_id": row["row_id"],
+            "status": row["status"],
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
+            "incomplete_character": False,
+            "error": f"turn {row['turn']} ended as {row['status']}, so that this one was not asked",
+            "attempts": 0,
+        }
+        if is_so
+        else row
+        for row, is_so in zip(completions.to_pylist(), is_left_out.tolist(), strict=True)
+    ]
+    return pa.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA)
+
+
 def _not_run(prompts: Partition) -> Iterator[pa.Table]:
     """The rows that cannot run: their status and reason, no answer."""
-    columns = ["row_id", "row_index", "prompt_tokens", "status", "error", "num_samples"]
-    for batch in prompts.read(columns, READ_ROWS):
+    columns = ["row_id", "row_index", "prompt_tokens", "status", "error"]
+    for batch in prompts.read([*columns, "num_samples", "num_turns"], READ_ROWS):
         rows = [
             {
                 "row_id": row["row_id"],
                 "row_index": row["row_index"],
                 "sample_index": sample_index,
-                "turn": 0,
+                "turn": turn,
                 "status": row["status"],
                 "prompt_tokens": row["prompt_tokens"] or 0,
                 "completion_tokens": 0,
@@ -521,6 +686,7 @@ def _not_run(prompts: Partition) -> Iterator[pa.Table]:
             }
             for row in batch.filter(pc.not_equal(batch.column("status"), READY)).to_pylist()
             for sample_index in range(row["num_samples"])
+            for turn in range(row["num_turns"] or 1)
         ]
         if rows:
             yield pa.Table.from_pylist(rows, schema=COMPLETIONS_SCHEMA)
@@ -541,7 +707,7 @@ def _write_pieces(writer: PartitionWriter, tables: Iterable[pa.Table]) -> Iterat
 
 def _write_piece(writer: PartitionWriter, tables: list[pa.Table]) -> Part:
     rows = pa.concat_tables(tables)
-    order = [("row_index", "ascending"), ("sample_index", "ascending")]
+    order = [(name, "ascending") for name in PLACE]
     with writer.new_part(COMPLETIONS_SCHEMA, temporary=True) as part:
         part.write(rows.take(pc.sort_indices(rows, sort_keys=order)))
     return part.part
@@ -549,6 +715,6 @@ def _write_piece(writer: PartitionWriter, tables: list[pa.Table]) -> Part:
 
 def _check_conserved(table: pa.Table, wanted: WantedRequests, offset: int) -> None:
     """The contract: each request once, none else, in order."""
-    for name in ("row_index", "sample_index"):
+    for name in PLACE:
         expected = getattr(wanted, name)[offset : offset + table.num_rows]
         assert np.array_equal(table[name].to_numpy(), expected), f"{name} near row {offset}"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date as Date
 from importlib import resources
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from bulk_pipeline.spec import (
     BulkInferenceSpec,
     GeneratorSettings,
     PromptSpec,
+    ReasoningSpec,
     SamplingSpec,
 )
 from bulk_pipeline.stages.reasoning import check_not_open, check_reasoning, is_reasoning_open
@@ -43,7 +45,14 @@ from bulk_pipeline.stages.sampling_changes import (
     stored_changes,
     with_changes,
 )
-from bulk_pipeline.stages.turns import MAX_TEMPLATE_CHARS, BadRow, Chat, RawColumns, TurnReader
+from bulk_pipeline.stages.turns import (
+    MAX_TEMPLATE_CHARS,
+    BadRow,
+    Chat,
+    RawColumns,
+    Turn,
+    TurnReader,
+)
 from bulk_pipeline.store import (
     MANIFEST,
     PROMPTS,
@@ -62,6 +71,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 BATCH_ROWS = 1024
 MAX_CUTS = 8  # tries to cut a message so that it fits; two or three are usual
+SLOT = "\ue000"  # stands for an answer where a template is tried
 log = logging.getLogger(__name__)
 
 DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -127,7 +137,7 @@ def format_partition(
         )
         formatter = Formatter(spec, tokenizer, reader, sampling_reader, template, date, limit)
         formatter.check_template()
-        counts = _Counts()
+        counts = _Counts(limit)
         with writer.new_part(PROMPTS_SCHEMA) as part_writer:
             names = {*reader.names.values(), *sampling_reader.names.values()}
             for batch in raw.read(_columns_read(raw, raw_manifest, names), BATCH_ROWS):
@@ -138,9 +148,10 @@ def format_partition(
             )
         meta = counts.meta() | {
             # samples of which the best are kept are requests, but no rows of the output
-            "num_kept": counts.statuses.total() * spec.sampling.n
+            "num_kept": counts.num_requests // spec.sampling.best_of * spec.sampling.n
             if spec.sampling.best_of
             else counts.num_requests,
+            "max_seq_len": limit,
             "date": date,
             "first_formatted": first_formatted,
             "chat_template": spec.prompt.chat_template,
@@ -250,8 +261,9 @@ def fix_date(chat_template: str, date: str) -> str:
 
 @dataclass(slots=True)
 class _Counts:
-    """Numbers of a partition; tokens are those of ready rows."""
+    """Numbers of a partition; tokens are those of ready rows, without later turns."""
 
+    limit: int
     statuses: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     max_prompt_tokens: int = 0
@@ -263,7 +275,7 @@ class _Counts:
         return self.statuses[READY]
 
     def meta(self) -> dict[str, Any]:
-        """What the manifest says; `max_request_tokens` is the longest row with its answer."""
+        """What the manifest says; `max_request_tokens` is the longest row with its answers."""
         return {
             "status_counts": dict(self.statuses),
             "num_requests": self.num_requests,
@@ -273,32 +285,44 @@ class _Counts:
 
     def add(self, rows: Sequence["_Row"]) -> None:
         self.statuses.update(row.status for row in rows)
-        self.num_requests += sum(row.sampling.num_samples for row in rows)
+        self.num_requests += sum(row.sampling.num_samples * row.num_turns for row in rows)
         for row in rows:
             if row.status == READY and row.ids is not None:
                 length = len(row.ids)
                 self.prompt_tokens += length
                 self.max_prompt_tokens = max(self.max_prompt_tokens, length)
-                self.max_request_tokens = max(
-                    self.max_request_tokens, length + row.sampling.max_new_tokens
-                )
+                most = row.num_tokens(row.sampling.max_new_tokens)
+                self.max_request_tokens = max(self.max_request_tokens, min(most, self.limit))
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row on its way; `chat` is None where it had none."""
+    """A row on its way; `chat` is None where it had none.
+
+    `later` are the texts that follow each answer but the last, and `later_ids` their token ids.
+    """
 
     row_id: str
     sampling: RowSampling
     chat: Chat | None = None
     prompt: str | None = None
     ids: list[int] | None = None
+    num_turns: int = 1
+    later: list[str] = field(default_factory=list)
+    later_ids: list[list[int]] = field(default_factory=list)
     status: str = READY
     error: str | None = None
     truncated: bool = False
 
     def set_aside(self, status: str, error: str) -> None:
-        self.status, self.error = status, error
+        if self.status == READY:
+            self.status, self.error = status, error
+
+    def num_tokens(self, tokens_of_answer: int) -> int:
+        """Tokens of the prompt, all later turns and their answers, which have so many each."""
+        assert self.ids is not None
+        later = sum(map(len, self.later_ids))
+        return len(self.ids) + later + self.num_turns * tokens_of_answer
 
 
 class Formatter:
@@ -358,6 +382,32 @@ class Formatter:
             )
         if self._is_structured and self._reasoning is not None:
             check_not_open(rendered, self._prompt.assistant_prefix, self._reasoning)
+        if self._prompt.turns_column:
+            self._check_conversations(turns)
+
+    def _check_conversations(self, system: list[Turn]) -> None:
+        """Raise a ValueError if the chat template does not take answers as they are."""
+        user = {"role": "user", "content": "Hello"}
+        row = _Row(
+            "", self._sampling_reader.default, Chat([*system, user, user], "", (len(system),), SLOT)
+        )
+        self._render_one(row)
+        self._encode([row])
+        if row.status != READY:
+            raise ValueError(
+                f"prompt.turns_column: {row.error}; set prompt.chat_template to a family or file "
+                "for several turns"
+            )
+        marks = self._reasoning or ReasoningSpec()
+        answer = f"{marks.start}\nWell.\n{marks.end}\n\nHello"
+        turns = [*system, user, {"role": "assistant", "content": answer}, user]
+        if answer not in self._render_all([Chat(turns)])[0]:
+            raise ValueError(
+                f"prompt.turns_column: the chat template {self._prompt.chat_template} drops what "
+                f"stands between {marks.start} and {marks.end} in earlier answers, and the next "
+                "turn goes on from answers as they were generated; set prompt.chat_template to a "
+                "copy that keeps it"
+            )
 
     def format_batch(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
         """Format a batch of raw rows; the result has as many rows, in the same order."""
@@ -380,6 +430,8 @@ class Formatter:
             [row.truncated for row in rows],
             _sampling_column([row.sampling for row in rows]),
             [row.sampling.num_samples for row in rows],
+            [row.num_turns for row in rows],
+            [_later_turns(row) for row in rows],
         ]
         arrays = [
             column if isinstance(column, pa.Array) else pa.array(column, column_field.type)
@@ -406,9 +458,17 @@ class Formatter:
                 continue
             try:
                 row.sampling = self._sampling_reader.read(values)
-                row.chat = self._reader.read(values)
             except BadRow as bad:
                 row.set_aside(bad.status, bad.reason)
+            try:
+                chat = self._reader.read(values)
+            except BadRow as bad:
+                row.set_aside(bad.status, bad.reason)
+                row.num_turns = bad.num_turns
+                continue
+            row.num_turns = chat.num_turns
+            if row.status == READY:
+                row.chat = chat
         return rows
 
     def _render(self, rows: Sequence[_Row]) -> None:
@@ -417,28 +477,49 @@ class Formatter:
         if not waiting:
             return
         try:
-            texts = self._render_all([row.chat for row in waiting if row.chat is not None])
+            texts = iter(self._render_all([row.chat for row in waiting if row.chat is not None]))
         except Exception:  # whatever a template raises
             for row in waiting:
                 self._render_one(row)
             return
-        for row, text in zip(waiting, texts, strict=True):
-            row.prompt = text
+        for row in waiting:
+            self._split(row, list(islice(texts, row.num_turns)))
 
     def _render_one(self, row: _Row) -> None:
         assert row.chat is not None
         try:
-            row.prompt = self._render_all([row.chat])[0]
+            texts = self._render_all([row.chat])
         except Exception as error:  # whatever a template raises
             shown = f": {error}" if self._show_text else ""
             row.set_aside(Status.INVALID, f"the chat template refuses the row{shown}")
+            return
+        self._split(row, texts)
 
     def _render_all(self, chats: Sequence[Chat]) -> list[str]:
-        texts = self._tokenizer.apply_chat_template(
-            [chat.turns for chat in chats], self._template, **self._variables
-        )
+        """The text up to each answer: one for a chat, several for a conversation."""
         prefix, one_bos = self._prompt.assistant_prefix, self._tokenizer.one_bos
+        stages = [turns for chat in chats for turns in chat.up_to_each(prefix)]
+        texts = self._tokenizer.apply_chat_template(stages, self._template, **self._variables)
         return [one_bos(text + prefix) for text in texts]
+
+    def _split(self, row: _Row, texts: Sequence[str]) -> None:
+        """Take a conversation's texts apart: the prompt, and what follows each answer.
+
+        Some templates put a blank before an answer, which the model then generates itself.
+        """
+        assert row.chat is not None
+        row.prompt, slot = texts[0], row.chat.slot
+        for before, text in pairwise(texts):
+            blank, found, following = text.removeprefix(before).partition(slot)
+            if not text.startswith(before) or not found or blank.strip() or slot in following:
+                row.prompt = None
+                row.set_aside(
+                    Status.INVALID,
+                    f"the chat template {self._prompt.chat_template} does not keep the text before "
+                    "an answer as it was when that was generated",
+                )
+                return
+            row.later.append(following)
 
     def _encode(self, rows: Sequence[_Row]) -> None:
         """Tokenise rendered rows; those without guarded text all at once."""
@@ -446,7 +527,8 @@ class Formatter:
         for row in rows:
             if row.chat is None or row.prompt is None:
                 continue
-            if len(row.prompt) > MAX_TEMPLATE_CHARS + _num_chars(row.chat):
+            num_chars = len(row.prompt) + sum(map(len, row.later))
+            if num_chars > MAX_TEMPLATE_CHARS + _num_chars(row.chat):
                 row.prompt = None
                 row.set_aside(
                     Status.INVALID,
@@ -459,18 +541,31 @@ class Formatter:
         ids = self._tokenizer.encode_batch([row.prompt for row in plain if row.prompt is not None])
         for row, row_ids in zip(plain, ids, strict=True):
             row.ids = row_ids
+            self._encode_later(row, row.later)
 
     def _encode_guarded(self, row: _Row, guard: str) -> None:
         assert row.prompt is not None
-        text, row.prompt = row.prompt, row.prompt.replace(guard, "")
+        texts = [row.prompt, *row.later]
+        row.prompt, *row.later = (text.replace(guard, "") for text in texts)
         try:
-            marked = self._tokenizer.mark(text).replace(guard, "")
+            marked = [self._tokenizer.mark(text).replace(guard, "") for text in texts]
         except ValueError as error:
             row.set_aside(Status.INVALID, f"the row {error} beside the text of special tokens")
             return
-        row.ids = self._tokenizer.encode_marked(marked)
+        row.ids = self._tokenizer.encode_marked(marked[0])
+        self._encode_later(row, marked[1:], is_marked=True)
+
+    def _encode_later(self, row: _Row, texts: Sequence[str], is_marked: bool = False) -> None:
+        """Tokenise what follows the answers, each as it stands behind one."""
+        assert row.chat is not None
+        encode_after = self._tokenizer.encode_after
+        try:
+            row.later_ids = [encode_after(row.chat.slot, text, is_marked) for text in texts]
+        except ValueError as error:
+            row.set_aside(Status.INVALID, f"the text behind an answer {error}")
 
     def _is_too_long(self, row: _Row) -> bool:
+        """Whether the first answer does not fit; how long it is decides about the next ones."""
         assert row.ids is not None
         return len(row.ids) + row.sampling.max_new_tokens > self._limit
 
@@ -533,6 +628,13 @@ class Formatter:
         self._render_one(changed)
         self._encode([changed])
         return changed if changed.status == READY and changed.ids is not None else None
+
+
+def _later_turns(row: _Row) -> list[dict[str, Any]] | None:
+    if not row.later_ids:
+        return None
+    pairs = zip(row.later, row.later_ids, strict=True)
+    return [{"text": text, "input_ids": ids} for text, ids in pairs]
 
 
 def _sampling_column(samplings: Sequence[RowSampling]) -> pa.Array:

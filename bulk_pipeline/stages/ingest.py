@@ -119,7 +119,7 @@ def id_columns(spec: BulkInferenceSpec) -> list[str]:
     if spec.source.id_columns is not None:
         return spec.source.id_columns
     prompt = spec.prompt
-    names = [prompt.column, prompt.messages_column, prompt.system_column]
+    names = [prompt.column, prompt.messages_column, prompt.turns_column, prompt.system_column]
     if prompt.template:
         names += sorted(_template_variables(prompt.template))
     names += sorted(spec.sampling.from_columns.values())
@@ -140,6 +140,7 @@ def _check_columns(spec: BulkInferenceSpec, rows: "SpooledRows") -> None:
     named: dict[str, list[Any]] = {
         "prompt.column": [spec.prompt.column],
         "prompt.messages_column": [spec.prompt.messages_column],
+        "prompt.turns_column": [spec.prompt.turns_column],
         "prompt.system_column": [spec.prompt.system_column],
         "source.id_column": [spec.source.id_column],
         "source.id_columns": spec.source.id_columns or [],

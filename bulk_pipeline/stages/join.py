@@ -72,7 +72,9 @@ def join_partition(
                 part.write(table)
                 for write in exports:
                     write(table, completions_manifest.meta)
-        num_rows = raw_manifest.num_rows * num_kept if num_kept else completions_manifest.num_rows
+        num_rows = completions_manifest.num_rows
+        if num_kept:
+            num_rows = num_rows // sampling["best_of"] * num_kept
         _check_conserved(key, part.part.rows, num_rows)
         writer.commit(
             [part.part],

@@ -42,6 +42,25 @@ def shared_prefixes(prompts: Partition, row_index: np.ndarray) -> tuple[int, int
     return tokens, (num_pages - different) * PAGE_TOKENS
 
 
+def later_turn_tokens(prompts: Partition, row_index: np.ndarray, turns: np.ndarray) -> int:
+    """Tokens that some requests of later turns add to their conversations.
+
+    Parameters
+    ----------
+    row_index, turns
+        Of each request; the rows do not fall.
+    """
+    tokens = 0
+    for batch in prompts.read(["row_index", "later_turns"], READ_ROWS) if len(row_index) else ():
+        first, num_rows = batch.column("row_index")[0].as_py(), batch.num_rows
+        low, high = np.searchsorted(row_index, [first, first + num_rows])
+        places = (row_index[low:high] - first).tolist()
+        rows = batch.column("later_turns").take(places).to_pylist()
+        for row, turn in zip(rows, turns[low:high].tolist(), strict=True):
+            tokens += len(row[turn - 1]["input_ids"])
+    return tokens
+
+
 def _page_hashes(ids: memoryview) -> list[int]:
     """A hash of the prompt up to the end of each whole page, but for its last token."""
     digest, hashes = hashlib.blake2b(digest_size=8), []

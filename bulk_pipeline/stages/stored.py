@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Status, serves
-from bulk_pipeline.stages.wanted import WantedRequests, key_halves, row_hashes
+from bulk_pipeline.stages.wanted import WantedRequests, answers_hash, key_halves, row_hashes
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
@@ -30,6 +30,8 @@ ANSWERED = 1
 FAILED = 2  # an error
 TO_REDO = 4  # something that is to be made anew
 OTHER_LIMIT = 8  # an answer that does not serve its max_new_tokens
+OTHER_BEFORE = 16  # an answer within a conversation whose answers before were others
+SAME_LIMIT = 32  # an answer that was made with its max_new_tokens
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,14 @@ class StoredAnswers:
 
     A completion answers a request of equal key if it stopped by itself within the request's
     limit, or was cut off at the same limit; the last one stored counts. An error never stands
-    before an answer.
+    before an answer. The completion of a later turn also has to follow the very answers that count
+    for the turns before; in conversations, one made with the same limit counts before others, so
+    that rows which ask the same up to the limit do not take each other's answers apart.
+
+    Parameters
+    ----------
+    known
+        What is stored elsewhere, and counts for the turns before where it answers them.
 
     Attributes
     ----------
@@ -89,13 +98,19 @@ class StoredAnswers:
         Where the completion of each request is stored: the part's number in its manifest and
         the row in it; -1 where there is none.
     found
-        Bits that say what is stored: `ANSWERED`, `FAILED`, `TO_REDO`, `OTHER_LIMIT`.
+        Bits that say what is stored: `ANSWERED`, `FAILED`, `TO_REDO`, `OTHER_LIMIT`,
+        `OTHER_BEFORE`, `SAME_LIMIT`.
     attempts
         How often a request that failed was tried.
     """
 
-    def __init__(self, wanted: WantedRequests):
+    def __init__(self, wanted: WantedRequests, known: "StoredAnswers | None" = None):
         self._wanted = wanted
+        # of each request that is answered, the hash of its answer and those before; else 0
+        self._hashes = np.zeros(len(wanted) if wanted.num_turns > 1 else 0, np.uint64)
+        if known is not None:
+            self._hashes = known._hashes.copy()
+        self._is_known = self._hashes != 0
         self.part = np.full(len(wanted), -1, np.int32)
         self.offset = np.zeros(len(wanted), np.uint32)
         self.found = np.zeros(len(wanted), np.uint8)
@@ -103,31 +118,74 @@ class StoredAnswers:
 
     def missing(self) -> np.ndarray:
         """Mask of the ready requests that have to run."""
-        given_up = (self.found & FAILED != 0) & (self.attempts >= MAX_ATTEMPTS)
-        return self._wanted.ready & (self.found & ANSWERED == 0) & ~given_up
+        given_up = self._failed & (self.attempts >= MAX_ATTEMPTS)
+        given_up |= self._failed_before(given_up) >= 0
+        return self._wanted.ready & ~self.is_answered & ~given_up
+
+    @property
+    def is_answered(self) -> np.ndarray:
+        """Mask of the requests with an answer."""
+        return self.found & ANSWERED != 0
+
+    def settle(self) -> np.ndarray:
+        """Mask of the later turns that an earlier one's failure left without an answer.
+
+        Their place becomes that of the completion that failed.
+        """
+        before = self._failed_before(self._failed)
+        is_left = before >= 0
+        self.part[is_left] = self.part[before[is_left]]
+        self.offset[is_left] = self.offset[before[is_left]]
+        return is_left
 
     def has_all(self) -> bool:
-        """Whether each ready request has an answer or an error."""
-        return bool(np.all(self.found[self._wanted.ready] & (ANSWERED | FAILED)))
+        """Whether each ready request has a place: an answer, an error, or one before it."""
+        return bool(np.all(self.part[self._wanted.ready] >= 0))
+
+    @property
+    def _failed(self) -> np.ndarray:
+        return self.found & (FAILED | ANSWERED) == FAILED
+
+    def _failed_before(self, failed: np.ndarray) -> np.ndarray:
+        """Of each request, the last one of the mask before it in its conversation; else -1."""
+        if self._wanted.num_turns == 1 or not len(failed):
+            return np.full(len(failed), -1)
+        numbers = np.arange(len(failed))
+        last = np.maximum.accumulate(np.where(failed, numbers, -1))
+        before = np.concatenate([[-1], last[:-1]])
+        return np.where(before >= numbers - self._wanted.turn, before, -1)
 
     def look_into(
         self, partition: Partition, parts: Sequence[Part], redo: Redo | None = None
     ) -> None:
-        """Look through the parts; holds a batch of their rows at a time."""
+        """Look through the parts, once for each turn; holds a batch of their rows at a time."""
         columns = ["request_key", "status", "completion_tokens", "max_new_tokens", "attempts"]
-        for number, part in enumerate(parts):
-            offset = 0
-            for batch in partition.read_part(part, columns, READ_ROWS):
-                self._add(batch, number, offset, part.name, redo)
-                offset += batch.num_rows
+        columns.append("prompt_tokens")
+        if self._wanted.num_turns > 1:
+            columns += ["completion_ids", "answers_before"]
+        for turn in range(self._wanted.num_turns):
+            for number, part in enumerate(parts):
+                offset = 0
+                for batch in partition.read_part(part, columns, READ_ROWS):
+                    self._add(batch, number, offset, part.name, redo, turn)
+                    offset += batch.num_rows
 
     def _add(
-        self, batch: pa.RecordBatch, part: int, offset: int, name: str, redo: Redo | None
+        self,
+        batch: pa.RecordBatch,
+        part: int,
+        offset: int,
+        name: str,
+        redo: Redo | None,
+        turn: int,
     ) -> None:
         has_run = batch.column("request_key").is_valid()
         offsets = np.flatnonzero(has_run.to_numpy(zero_copy_only=False)) + offset
         run = batch.filter(has_run)
         places, numbers, serving = _pair(run, self._wanted)
+        if self._wanted.num_turns > 1:
+            here = self._wanted.turn[numbers] == turn
+            places, numbers, serving = places[here], numbers[here], serving[here]
         if not len(places):
             return
         statuses = run.column("status").to_pylist()
@@ -135,15 +193,51 @@ class StoredAnswers:
         to_redo: np.ndarray = np.array(
             [redo is not None and redo.covers(name, status) for status in statuses], bool
         )[places]
-        failed = ~(is_answer | to_redo) & (self.found[numbers] & ANSWERED == 0)
-        attempts = np.minimum(run.column("attempts").to_numpy()[places], 255)
         self.found[numbers[to_redo]] |= TO_REDO
         self.found[numbers[is_answer & ~serving & ~to_redo]] |= OTHER_LIMIT
-        self.attempts[numbers[failed]] = attempts[failed]
-        for is_kind, bit in ((failed, FAILED), (serving & ~to_redo, ANSWERED)):
-            self.found[numbers[is_kind]] |= bit
+        follows = ~to_redo
+        if turn:
+            follows &= self._follows(run, places, numbers)
+            self.found[numbers[is_answer & ~to_redo & ~follows]] |= OTHER_BEFORE
+        answered = follows & serving
+        failed = follows & ~is_answer & (self.found[numbers] & ANSWERED == 0)
+        self.attempts[numbers[failed]] = self._attempts(run, places, numbers)[failed]
+        kinds = [(failed, FAILED), (answered, ANSWERED)]
+        if self._wanted.num_turns > 1:
+            same_limit = run.column("max_new_tokens").to_numpy()[places]
+            same_limit = answered & (same_limit == self._wanted.limits[numbers])
+            answered &= ~same_limit & (self.found[numbers] & SAME_LIMIT == 0)
+            kinds.append((same_limit, ANSWERED | SAME_LIMIT))
+        for is_kind, bits in kinds:
+            self.found[numbers[is_kind]] |= bits
             self.part[numbers[is_kind]] = part
             self.offset[numbers[is_kind]] = offsets[places[is_kind]]
+            if bits & ANSWERED and self._wanted.num_turns > 1:
+                self._note_answers(run, places[is_kind], numbers[is_kind])
+
+    def _attempts(self, run: pa.RecordBatch, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """How often each was tried; what is still too long need not be tried again."""
+        attempts = np.minimum(run.column("attempts").to_numpy()[places], 255)
+        limit = self._wanted.max_seq_len
+        if limit is not None:
+            length = run.column("prompt_tokens").to_numpy()[places] + self._wanted.limits[numbers]
+            statuses = run.column("status").to_pylist()
+            was_too_long = np.array([statuses[place] == Status.TOO_LONG for place in places], bool)
+            attempts[was_too_long & (length > limit)] = MAX_ATTEMPTS
+        return attempts
+
+    def _follows(self, run: pa.RecordBatch, places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Which of the pairs are of a completion that follows the answers of the turns before."""
+        before = run.column("answers_before").fill_null(0).to_numpy()[places]
+        return (before == self._hashes[numbers - 1]) & (before != 0)
+
+    def _note_answers(self, run: pa.RecordBatch, places: np.ndarray, numbers: np.ndarray) -> None:
+        """Keep the hashes of answers, for the turns after them."""
+        before, ids = run.column("answers_before"), run.column("completion_ids")
+        for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
+            if not self._is_known[number]:
+                answer = ids[place].values.to_numpy()
+                self._hashes[number] = answers_hash(before[place].as_py(), answer)
 
 
 def _pair(run: pa.RecordBatch, wanted: WantedRequests) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -183,7 +277,8 @@ def reasons(
     """Why requests run, as far as it can be known without reading the old prompts.
 
     ``redo``, ``error_retried``, ``limit_changed`` (the same request with a max_new_tokens that
-    the stored answer does not serve); for a row id that has answers to another request,
+    the stored answer does not serve), ``turn_before_changed`` (the same turn of a conversation
+    after other answers); for a row id and turn that has answers to another request,
     ``model_changed`` or else ``sampling_changed`` where these differ from the last complete
     state, whether or not the prompt changed with them, or else ``prompt_changed``; ``changed``
     where there was no complete state; ``new`` for a row id without answers.
@@ -206,6 +301,7 @@ def reasons(
     for bit, reason in (
         (TO_REDO, "redo"),
         (OTHER_LIMIT, "limit_changed"),
+        (OTHER_BEFORE, "turn_before_changed"),
         (FAILED, "error_retried"),
     ):
         is_so = answers.found[rest] & bit != 0
@@ -217,36 +313,49 @@ def reasons(
 
 
 def rows_with_answers(
-    prompts: Partition, partition: Partition, parts: Sequence[Part], row_indices: np.ndarray
+    prompts: Partition,
+    partition: Partition,
+    parts: Sequence[Part],
+    row_indices: np.ndarray,
+    turns: np.ndarray,
 ) -> np.ndarray:
-    """Which of the prompts at `row_indices`, which must not fall, have a completion that ran."""
+    """Which of the prompts at `row_indices`, which must not fall, have a completion that ran.
+
+    One of the turn that stands for each in `turns`.
+    """
     hashes = [np.zeros(0, np.uint64)]
     first = 0
     for batch in prompts.read(["row_id"], READ_ROWS) if len(row_indices) and parts else ():
         low, high = np.searchsorted(row_indices, [first, first + batch.num_rows])
-        hashes.append(row_hashes(batch.column("row_id"))[row_indices[low:high] - first])
+        here = row_hashes(batch.column("row_id"))[row_indices[low:high] - first]
+        hashes.append(_with_turns(here, turns[low:high]))
         first += batch.num_rows
     known, places = np.unique(np.concatenate(hashes), return_inverse=True)
     if not len(known):
         return np.zeros(len(row_indices), bool)
     has_answer = np.zeros(len(known), bool)
     for part in parts:
-        for batch in partition.read_part(part, ["row_id", "request_key"], READ_ROWS):
+        for batch in partition.read_part(part, ["row_id", "request_key", "turn"], READ_ROWS):
             run = batch.filter(batch.column("request_key").is_valid())
             stored = row_hashes(run.column("row_id"))
+            stored = _with_turns(stored, run.column("turn").to_numpy())
             found = np.minimum(np.searchsorted(known, stored), len(known) - 1)
             has_answer[found[known[found] == stored]] = True
     return has_answer[places]
 
 
+def _with_turns(hashes: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    return hashes ^ (turns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
 def copy_from_others(
-    store: Store, writer: PartitionWriter, wanted: WantedRequests, missing: np.ndarray
+    store: Store, writer: PartitionWriter, wanted: WantedRequests, known: StoredAnswers
 ) -> int:
-    """Copy answers to the requests in the mask `missing` out of the dataset's other partitions.
+    """Copy answers to the requests that `known` has none for out of the dataset's other partitions.
 
     Also out of those that the partitioning no longer has. Holds a batch of rows at a time.
     """
-    own, num_copied, missing = writer.partition.key, 0, missing.copy()
+    own, num_copied, missing = writer.partition.key, 0, known.missing()
     for key in store.partition_keys(COMPLETIONS):
         if key == own or not missing.any():
             continue
@@ -254,10 +363,11 @@ def copy_from_others(
             other = store.partition(COMPLETIONS, key)
             manifest = other.manifest()
             for part in manifest.stored if manifest else []:
-                answers = StoredAnswers(wanted)
+                answers = StoredAnswers(wanted, known)
                 answers.look_into(other, [part])
-                found = missing & (answers.found & ANSWERED != 0)
+                found = missing & answers.is_answered
                 if found.any():
+                    known = answers
                     _copy(other, part, writer, np.unique(answers.offset[found]))
                     missing &= ~found
                     num_copied += int(found.sum())

@@ -6,7 +6,8 @@ A row that gives none raises `BadRow`, which carries the status it gets.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import orjson
@@ -20,6 +21,7 @@ from bulk_pipeline.store import ROW_ERROR_FIELD, ROW_FIELDS
 
 MAX_TEMPLATE_CHARS = 1_000_000  # of what a template adds or gives; more is a mistake or an attack
 MAX_EXPONENT = 1000
+MAX_TURNS = 1000  # that are answered in one row
 
 ROLES = {
     "system": "system",
@@ -81,11 +83,11 @@ class RawColumns:
 
 
 class BadRow(Exception):
-    """A row that cannot be a prompt: its status, and why."""
+    """A row that cannot be a prompt: its status, why, and how many turns were to be answered."""
 
-    def __init__(self, status: Status, reason: str):
+    def __init__(self, status: Status, reason: str, num_turns: int = 1):
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.num_turns = status, reason, num_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,33 @@ class Chat:
 
     Where a turn holds the text of a special token, `guard` is a character that no turn held,
     put behind each of that text's characters, so that it is not taken for the token; else "".
+
+    Of a conversation, `answered` are the places of the user's turns before the last that are
+    answered too, and `slot` is a character that no turn holds, which stands for an answer.
     """
 
     turns: list[Turn]
     guard: str = ""
+    answered: tuple[int, ...] = ()
+    slot: str = ""
+
+    @property
+    def num_turns(self) -> int:
+        """How many answers there are to be."""
+        return len(self.answered) + 1
+
+    def up_to_each(self, prefix: str) -> list[list[Turn]]:
+        """The turns up to each that is answered; `prefix` begins the answers between them."""
+        if not self.answered:
+            return [self.turns]
+        so_far: list[Turn] = []
+        stages = []
+        for place, turn in enumerate(self.turns):
+            so_far.append(turn)
+            if place in self.answered:
+                stages.append(list(so_far))
+                so_far.append({"role": "assistant", "content": prefix + self.slot})
+        return [*stages, so_far]
 
 
 class TurnReader:
@@ -135,6 +160,7 @@ class TurnReader:
         self.names: dict[str, str] = {}
         self._add_names("prompt.column", [prompt.column])
         self._add_names("prompt.messages_column", [prompt.messages_column])
+        self._add_names("prompt.turns_column", [prompt.turns_column])
         self._add_names("prompt.system_column", [prompt.system_column])
         if prompt.template is not None:
             self._environment = _Sandbox(
@@ -149,8 +175,10 @@ class TurnReader:
         """Make a row's chat; the row's keys are the raw table's column names."""
         values = {name: self._columns.value(row, column) for name, column in self.names.items()}
         prompt = self._prompt
+        if prompt.turns_column:
+            return self._conversation(values, prompt.turns_column)
         if prompt.messages_column:
-            turns = self._messages(values[prompt.messages_column])
+            turns = self._messages(prompt.messages_column, values[prompt.messages_column])
         elif prompt.template is not None and prompt.chat_template == "raw":
             # The template is the whole prompt: its own special tokens count, its columns' do not.
             guard = self._guard_for(_texts(values))
@@ -164,6 +192,33 @@ class TurnReader:
             turns = [{"role": "user", "content": self._text(prompt.column, values[prompt.column])}]
         _check_not_empty(turns[-1]["content"])
         return self.guard([*self._system(values, turns), *turns])
+
+    def _conversation(self, values: Mapping[str, Any], name: str) -> Chat:
+        """The chat of a row whose user's turns are answered where no answer follows them."""
+        value = _parsed(name, values[name])
+        num_texts = len(value) if isinstance(value, list) and not _has_mapping(value) else 1
+        try:
+            turns = self._messages(name, value)
+        except BadRow as bad:
+            raise BadRow(bad.status, bad.reason, max(num_texts, 1)) from None
+        roles = [turn["role"] for turn in turns]
+        asked = [
+            place
+            for place, (role, following) in enumerate(pairwise([*roles, "user"]))
+            if role == "user" and following != "assistant"
+        ]
+        if len(asked) > MAX_TURNS:
+            raise BadRow(Status.INVALID, f"{name} has {len(asked)} turns, more than {MAX_TURNS}")
+        try:
+            for place in asked:
+                _check_not_empty(turns[place]["content"])
+            system = self._system(values, turns)
+        except BadRow as bad:
+            raise BadRow(bad.status, bad.reason, len(asked)) from None
+        chat = self.guard([*system, *turns])
+        answered = tuple(place + len(system) for place in asked[:-1])
+        slot = _unused_character([*(turn["content"] for turn in turns), chat.guard])
+        return replace(chat, answered=answered, slot=slot if answered else "")
 
     def guard(self, turns: list[Turn], guard: str = "") -> Chat:
         """Guard the special tokens' text in turns, with `guard` if it is used in some already."""
@@ -179,8 +234,7 @@ class TurnReader:
         texts = list(texts)
         if not any(map(self._special_pattern.search, texts)):
             return ""
-        held = set().union(*texts)
-        return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held)
+        return _unused_character(texts)
 
     def _guarded(self, text: str, guard: str) -> str:
         return self._special_pattern.sub(lambda match: guard.join(match[0]) + guard, text)
@@ -203,9 +257,7 @@ class TurnReader:
             raise BadRow(Status.INVALID, f"{name} must be text, got {type(value).__name__}{shown}")
         return value
 
-    def _messages(self, value: Any) -> list[Turn]:
-        name = self._prompt.messages_column
-        assert name is not None
+    def _messages(self, name: str, value: Any) -> list[Turn]:
         value = _parsed(name, value)
         if value is None:
             raise BadRow(Status.INVALID, f"{name} is null, must be a list of turns")
@@ -215,7 +267,11 @@ class TurnReader:
             )
         if not value:
             raise BadRow(Status.EMPTY, f"{name} has no turns")
-        turns = [self._turn(f"{name}[{i}]", _parsed(name, turn)) for i, turn in enumerate(value)]
+        takes_texts = self._prompt.turns_column is not None
+        turns = [
+            self._turn(f"{name}[{i}]", turn if takes_texts else _parsed(name, turn))
+            for i, turn in enumerate(value)
+        ]
         if turns[-1]["role"] != "user":
             raise BadRow(
                 Status.INVALID, f"{name} must end with a user's turn, got {turns[-1]['role']}"
@@ -223,6 +279,8 @@ class TurnReader:
         return turns
 
     def _turn(self, name: str, turn: Any) -> Turn:
+        if self._prompt.turns_column and not isinstance(turn, dict):
+            return {"role": "user", "content": self._text(name, turn)}
         if not isinstance(turn, dict):
             raise BadRow(
                 Status.INVALID,
@@ -301,6 +359,16 @@ def _parsed(name: str, value: Any) -> Any:
         return orjson.loads(value)
     except ValueError:
         raise BadRow(Status.INVALID, f"{name} must be turns or JSON text of turns") from None
+
+
+def _has_mapping(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, dict) for value in values)
+
+
+def _unused_character(texts: Iterable[str]) -> str:
+    """A private-use character that no text holds."""
+    held: set[str] = set().union(*texts)
+    return next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held)
 
 
 def _check_not_empty(message: str) -> None:

@@ -1,9 +1,10 @@
 """prompts → the requests that they ask for: each with its place, its request key and its limit.
 
 A request's number is its place in the finished completions table: row after row, sample after
-sample, whether or not the row can run.
+sample, turn after turn, whether or not the row can run.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from bulk_pipeline.engine.request import (
     READY,
@@ -26,12 +26,26 @@ from bulk_pipeline.store import Partition
 
 BATCH_ROWS = 4096
 KEY_BYTES = 16
-COLUMNS = ["row_id", "row_index", "input_ids", "status", "sampling", "num_samples"]
+COUNTS = ["num_samples", "num_turns"]
+COLUMNS = ["row_id", "row_index", "input_ids", "status", "sampling", *COUNTS, "later_turns"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTurn:
+    """What a request of a later turn has of its own; `input_ids` follow the answer before it."""
+
+    input_ids: list[int]
+    seed: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class WantedRequest:
-    """One request as the prompts table asks for it, ready to run."""
+    """One request as the prompts table asks for it, ready to run.
+
+    `later_turns` are those of its conversation from turn 1 on. `answers_before` is the hash of
+    the answers of the turns before; None for turn 0.
+    """
 
     number: int
     row_id: str
@@ -41,6 +55,37 @@ class WantedRequest:
     sampling: SamplingParams
     key: str
     prompt_logprobs: bool = False
+    turn: int = 0
+    later_turns: tuple[LaterTurn, ...] = ()
+    answers_before: int | None = None
+
+    def next_turn(self, answer: Sequence[int], kept: Sequence[int]) -> "WantedRequest":
+        """The next turn of the conversation.
+
+        Parameters
+        ----------
+        answer
+            All token ids of this turn's answer.
+        kept
+            The tokens with which the conversation goes on from it.
+        """
+        following, sampling = self.later_turns[self.turn], self.sampling
+        return replace(
+            self,
+            number=self.number + 1,
+            turn=self.turn + 1,
+            input_ids=[*self.input_ids, *kept, *following.input_ids],
+            sampling=sampling if sampling.is_greedy else replace(sampling, seed=following.seed),
+            key=following.key,
+            answers_before=answers_hash(self.answers_before, answer),
+        )
+
+
+def answers_hash(before: int | None, answer: Sequence[int]) -> int:
+    """A 64-bit hash of the answers of a conversation; `before` is that of all but the last."""
+    digest = hashlib.blake2b((before or 0).to_bytes(8, "little"), digest_size=8)
+    digest.update(np.asarray(answer, "<i4").tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +101,12 @@ class WantedRequests:
 
     Attributes
     ----------
-    row_index, sample_index, limits
+    row_index, sample_index, turn, limits
         Of each request; `limits` are its max_new_tokens.
+    num_turns
+        Turns of the longest conversation.
+    max_seq_len
+        Most tokens of a prompt and its completion together, where the prompts say.
     ready
         Whether it can run; the others have no key.
     key_high
@@ -68,10 +117,11 @@ class WantedRequests:
     """
 
     def __init__(self, prompts: Partition, model_fingerprint: str):
-        samples = (batch.column("num_samples") for batch in prompts.read(["num_samples"]))
-        num_requests = sum(pc.sum(column).as_py() or 0 for column in samples)
+        num_requests = sum(int(_num_requests(batch).sum()) for batch in prompts.read(COUNTS))
+        self.max_seq_len: int | None = prompts.complete_manifest().meta.get("max_seq_len")
         self.row_index = np.empty(num_requests, np.uint32)
         self.sample_index = np.empty(num_requests, np.uint16)
+        self.turn = np.empty(num_requests, np.uint16)
         self.limits = np.zeros(num_requests, np.int32)
         self.ready = np.empty(num_requests, bool)
         self.key_high = np.empty(num_requests, np.uint64)
@@ -80,6 +130,7 @@ class WantedRequests:
             self._fill(batch)
         self.by_key = np.argsort(self.key_low, kind="stable").astype(np.uint32)
         self.key_low = self.key_low[self.by_key]
+        self.num_turns = int(self.turn.max(initial=0)) + 1
 
     def __len__(self) -> int:
         return len(self.ready)
@@ -90,6 +141,7 @@ class WantedRequests:
         limits = [asked.params.max_new_tokens if asked else 0 for asked in prompts.asked]
         self.row_index[here] = prompts.batch.column("row_index").to_numpy()[prompts.place]
         self.sample_index[here] = prompts.sample_index
+        self.turn[here] = prompts.turn
         self.limits[here] = np.array(limits, np.int32)[prompts.place]
         self.ready[here] = prompts.ready[prompts.place]
         self.key_high[here], self.key_low[here] = halves[:, 0], halves[:, 1]
@@ -132,11 +184,23 @@ class WantedRequests:
 def requests_at(
     prompts: Partition, model_fingerprint: str, numbers: np.ndarray
 ) -> Iterator[WantedRequest]:
-    """The ready requests of the given numbers, which must rise."""
+    """The ready requests of the given numbers, which must rise.
+
+    Of a later turn, its conversation's first: what it is asked depends on answers (`next_turn`).
+    """
     for batch in _prompt_batches(prompts, model_fingerprint):
         first, last = np.searchsorted(numbers, [batch.first, batch.first + len(batch.place)])
         if first < last:
             yield from batch.requests(numbers[first:last])
+
+
+def _num_requests(prompts: pa.RecordBatch) -> np.ndarray:
+    """How many requests each row is; a table of an earlier version knows of no turns."""
+    return prompts.column("num_samples").to_numpy() * _num_turns(prompts)
+
+
+def _num_turns(prompts: pa.RecordBatch) -> np.ndarray:
+    return prompts.column("num_turns").fill_null(1).to_numpy()
 
 
 def key_halves(keys: bytes) -> np.ndarray:
@@ -212,8 +276,8 @@ class _PromptBatch:
     ----------
     first
         Number of the first request.
-    place, sample_index
-        Each request's row in the batch, and which of the row's samples it is.
+    place, sample_index, turn
+        Each request's row in the batch, which of the row's samples and which of its turns it is.
     """
 
     def __init__(self, batch: pa.RecordBatch, first: int, samplings: _Samplings):
@@ -222,11 +286,12 @@ class _PromptBatch:
             [status == READY for status in batch.column("status").to_pylist()], bool
         )
         self.asked = samplings.asked(batch.column("sampling"), self.ready)
-        samples = batch.column("num_samples").to_numpy()
-        self.place = np.repeat(np.arange(batch.num_rows), samples)
-        self.sample_index = np.arange(len(self.place)) - np.repeat(
-            np.cumsum(samples) - samples, samples
-        )
+        requests, turns = _num_requests(batch), _num_turns(batch)
+        self.place = np.repeat(np.arange(batch.num_rows), requests)
+        within = np.arange(len(self.place)) - np.repeat(np.cumsum(requests) - requests, requests)
+        self.sample_index, self.turn = np.divmod(within, turns[self.place])
+        later = batch.column("later_turns")
+        self._later = None if later.null_count == len(later) else later
         ids = batch.column("input_ids")
         self._values = ids.values.to_numpy().astype("<i4", copy=False)
         self._bounds = ids.offsets.to_pylist()
@@ -235,6 +300,9 @@ class _PromptBatch:
 
     def digests(self) -> Iterator[bytes]:
         """Each request's key; zeros where it cannot run."""
+        if self._later is not None:
+            yield from self._digests_of_turns()
+            return
         data = memoryview(self._values).cast("B") if len(self._values) else memoryview(b"")
         hashers = [self._samplings.hasher(asked) if asked else None for asked in self.asked]
         bounds = self._bounds
@@ -246,8 +314,36 @@ class _PromptBatch:
                 ids = data[4 * bounds[row] : 4 * bounds[row + 1]]
                 yield hasher.digest(ids, self._seed(row, sample))
 
+    def _digests_of_turns(self) -> Iterator[bytes]:
+        places = zip(
+            self.place.tolist(), self.sample_index.tolist(), self.turn.tolist(), strict=True
+        )
+        for row, sample, turn in places:
+            if turn == 0:
+                digests = [bytes.fromhex(turn.key) for turn in self._turns(row, sample)]
+            yield digests[turn] if digests else bytes(KEY_BYTES)
+
+    def _turns(self, row: int, sample: int) -> list[LaterTurn]:
+        """All turns of a conversation; none where it cannot run."""
+        asked = self.asked[row]
+        if asked is None:
+            return []
+        hasher, turns, before = self._samplings.hasher(asked), [], None
+        for turn, ids in enumerate([self._ids(row), *self._later_ids(row)]):
+            seed = self._seed(row, sample, turn)
+            before = hasher.digest(ids.tobytes(), seed, before)
+            turns.append(LaterTurn(ids.tolist(), seed, before.hex()))
+        return turns
+
+    def _ids(self, row: int) -> np.ndarray:
+        return self._values[self._bounds[row] : self._bounds[row + 1]]
+
+    def _later_ids(self, row: int) -> list[np.ndarray]:
+        later = None if self._later is None else self._later[row].as_py()
+        return [np.array(turn["input_ids"], "<i4") for turn in later or ()]
+
     def requests(self, numbers: np.ndarray) -> Iterator[WantedRequest]:
-        """The requests of these numbers."""
+        """The requests of these numbers; of a later turn, its conversation's first."""
         row_ids = self.batch.column("row_id").to_pylist()
         row_indices = self.batch.column("row_index").to_pylist()
         for number in numbers.tolist():
@@ -256,24 +352,24 @@ class _PromptBatch:
             asked = self.asked[row]
             assert asked is not None, number
             params = asked.params
-            ids = self._values[self._bounds[row] : self._bounds[row + 1]]
-            seed = self._seed(row, sample)
+            first, *later = self._turns(row, sample)
             yield WantedRequest(
-                number,
+                number - int(self.turn[number - self.first]),
                 row_ids[row],
                 row_indices[row],
                 sample,
-                ids.tolist(),
-                params if params.is_greedy else replace(params, seed=seed),
-                self._samplings.hasher(asked).digest(ids.tobytes(), seed).hex(),
+                first.input_ids,
+                params if params.is_greedy else replace(params, seed=first.seed),
+                first.key,
                 asked.prompt_logprobs,
+                later_turns=tuple(later),
             )
 
-    def _seed(self, row: int, sample: int) -> int:
+    def _seed(self, row: int, sample: int, turn: int = 0) -> int:
         asked = self.asked[row]
         if asked is None or asked.params.is_greedy:
             return 0
-        return request_seed(asked.params.seed, self._row_ids[row], sample)
+        return request_seed(asked.params.seed, self._row_ids[row], sample, turn)
 
 
 def _prompt_batches(prompts: Partition, model_fingerprint: str) -> Iterator[_PromptBatch]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from bulk_pipeline.engine.loading import load_generator
@@ -499,3 +501,58 @@ def test_stats_count_what_was_done(toy_float64):
     assert (stats.steps, stats.mean_batch_size) == (10, 4.0)
     assert stats.cache_use == 4 / 8  # a page a row, of 2048 tokens
     assert stats.seconds > 0
+
+
+class TestGoingOn:
+    """Requests that follow from completions, as the turns of a conversation."""
+
+    @pytest.fixture(params=[None, "draft"], ids=["plain", "draft model"])
+    def one_at_a_time(self, request, toy_float64):
+        draft = request.param and str(toy_float64)
+        return make_generator(toy_float64, max_batch_size=1, draft_model=draft)
+
+    def test_they_come_before_what_waits_and_find_their_pages(self, one_at_a_time):
+        prompts = [make_ids(280, i) for i in range(4)]
+
+        def go_on(completion: Completion) -> Iterator[Request]:
+            number, turn = completion.request_id
+            if turn < 2:
+                prompts[number] += [*completion.token_ids, 7]
+                yield Request((number, turn + 1), list(prompts[number]), GREEDY)
+
+        first = [Request((i, 0), list(ids), GREEDY) for i, ids in enumerate(prompts)]
+        completions = list(one_at_a_time.run(first, go_on=go_on))
+        assert [c.request_id for c in completions] == [(i, t) for i in range(4) for t in range(3)]
+        assert [c.cached_tokens >= 256 for c in completions] == [False, True, True] * 4
+        for completion in completions:
+            number, turn = completion.request_id
+            alone = run_one(one_at_a_time, prompts[number][: completion.prompt_tokens])
+            assert completion.token_ids == alone.token_ids, (number, turn)
+
+    def test_they_may_be_many_or_refused(self, generator):
+        def go_on(completion: Completion) -> list[Request]:
+            if completion.request_id != "one":
+                return []
+            return [Request("empty", [], GREEDY), *(Request(i, [5, 6], GREEDY) for i in range(9))]
+
+        completions = list(generator.run([Request("one", [5], GREEDY)], go_on=go_on))
+        statuses = {c.request_id: c.status for c in completions}
+        assert len(completions) == len(statuses) == 11
+        assert statuses.pop("empty") == Status.EMPTY
+        assert set(statuses.values()) <= {Status.LENGTH, Status.STOP}
+
+
+class TestAnswerIds:
+    def test_those_of_the_text_without_what_ended_it(self, generator, toy_float64):
+        ids = AutoTokenizer.from_pretrained(toy_float64).encode("Write a story.")[1:]
+        assert generator.answer_ids(ids, "Write a story.", [2]) == ids
+        assert generator.answer_ids([*ids, 2], "Write a story.", [2]) == ids
+
+    @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 20))
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_of_a_text_that_was_cut_anywhere(self, generator, decode, toy_float64, text, length):
+        ids = AutoTokenizer.from_pretrained(toy_float64).encode(text, split_special_tokens=True)[1:]
+        kept = generator.answer_ids(ids, text[:length], [2])
+        assert decode(kept) == text[:length]
+        same = sum(1 for a, b in zip(kept, ids, strict=False) if a == b)
+        assert len(kept) - same <= len(text[:length].encode()) - len(decode(ids[:same]).encode())
