@@ -156,7 +156,7 @@ class BulkGenerator:
         """
         ids = list(token_ids)
         if ids and ids[-1] in stop_token_ids:
-            return ids[:-1]
+            ids.pop()
         for num_kept in range(len(ids), -1, -1):
             kept = self._decoder.decode(ids[:num_kept], skip_special_tokens=True)
             if text.startswith(kept):

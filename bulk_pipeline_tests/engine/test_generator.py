@@ -547,6 +547,8 @@ class TestAnswerIds:
         ids = AutoTokenizer.from_pretrained(toy_float64).encode("Write a story.")[1:]
         assert generator.answer_ids(ids, "Write a story.", [2]) == ids
         assert generator.answer_ids([*ids, 2], "Write a story.", [2]) == ids
+        cut = generator.answer_ids([*ids, 2], "Write", [2])  # by a stop string found behind it
+        assert cut == AutoTokenizer.from_pretrained(toy_float64).encode("Write")[1:]
 
     @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 20))
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
