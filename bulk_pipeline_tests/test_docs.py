@@ -35,6 +35,7 @@ from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*/README.md"))
 DATASET_PAGE = DOCS / "own_dataset.md"  # other pages go on with the dataset that it sets up
 END_OF_SETUP = "## Run it"
 
@@ -150,7 +151,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if "://" in target:
@@ -200,7 +201,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_source():
 
 def test_the_targets_of_make_are_there():
     makefile = (ROOT / "Makefile").read_text()
-    for page in PAGES:
+    for page in (*PAGES, *EXAMPLES):
         for target in re.findall(r"(?:^|`)make (\w+)", page.read_text(), re.M):
             assert f"\n{target}:" in makefile, f"{page.name}: make {target}"
 
