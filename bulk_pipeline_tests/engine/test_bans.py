@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from bulk_pipeline.engine import bans
 from bulk_pipeline.engine.bans import BanSlots, RowBans, TokenBans
 from bulk_pipeline.engine.request import (
-    LoopGuard,
     Request,
     SamplingParams,
     Status,
@@ -120,27 +119,6 @@ class TestBannedStrings:
         )  # fmt: skip
         assert scored.prompt_logprobs[len(ids) - 1 :] == pytest.approx(found.logprobs)
 
-    def test_penalties_and_the_loop_guard_forget_what_was_taken_back(self, toy_float64):
-        """A row that goes back and one that never had the tokens go on alike."""
-        generator = make_generator(toy_float64)
-        ids = make_ids(9, 4)
-        more = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "max_new_tokens": 30}
-        banned = banned_of(generator, ids, count=4, **more)
-        guard = LoopGuard(1, 30)
-        found = run_one(generator, ids, banned_strings=banned, loop_guard=guard, **more)
-        # what was banned at each place, as biases of a run that goes nowhere back
-        row = generator._bans.start(make_params(banned_strings=banned))
-        kept: list[int] = []
-        for token in found.token_ids:
-            kept.append(token)
-            row.take(token, is_end=False)
-            assert row.goes_back_to is None
-        assert len(kept) == 30
-        fresh = make_generator(toy_float64, max_batch_size=1, cache_tokens=1024)
-        fresh._loop._ahead = 1
-        again = run_one(fresh, ids, banned_strings=banned, loop_guard=guard, **more)
-        assert again.token_ids == found.token_ids
-
     def test_a_stop_string_waits_while_a_banned_one_may_come(self, generator, tokenizer):
         """The stop string is the beginning of the banned one, which then comes whole."""
         ids = make_ids(8, 2)
@@ -208,20 +186,17 @@ class TestBadWords:
             free = run_one(generator, ids, **sampling, max_new_tokens=40)
             n = 3 + seed
             word = decode(tokenizer, free.token_ids[n : n + 3])
-            sequence = tokenizer.encode(word, add_special_tokens=False)
             found = run_one(generator, ids, **sampling, max_new_tokens=40, bad_words=(word,))
             for variant in (word.lstrip() or word, " " + (word.lstrip() or word)):
                 banned = tuple(tokenizer.encode(variant, add_special_tokens=False))
                 places = range(len(found.token_ids) - len(banned) + 1)
                 assert all(found.token_ids[i : i + len(banned)] != banned for i in places)
-            assert sequence
 
     def test_the_last_token_alone_is_banned_and_only_there(self, generator, tokenizer):
         ids = make_ids(6)
         free = run_one(generator, ids, max_new_tokens=10).token_ids
         word = decode(tokenizer, free[4:6])
-        if tuple(tokenizer.encode(word, add_special_tokens=False)) != free[4:6]:
-            pytest.skip("the toy's tokens do not encode back")  # fixed weights: they do
+        assert tuple(tokenizer.encode(word, add_special_tokens=False)) == free[4:6]
         found = run_one(generator, ids, max_new_tokens=10, bad_words=(word,)).token_ids
         assert found[:5] == free[:5]
         assert found[5] != free[5]
@@ -430,6 +405,7 @@ def long_bans(toy_float64):
     for i in range(10):
         ids = make_ids(20 + 40 * (i // 2), i // 2)
         sampling = {"temperature": float(i % 2), "seed": i, "max_new_tokens": 30}
+        sampling |= {"repetition_penalty": 1.3, "frequency_penalty": 0.3} if i % 3 else {}
         banned = banned_of(single, ids, count=6, length=8, **sampling)
         params = make_params(**sampling, banned_strings=banned, logprobs=0)
         requests.append(Request(i, ids, params))
@@ -438,7 +414,10 @@ def long_bans(toy_float64):
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_rows_that_wait_again_go_back_alike(toy_float64, long_bans, steps_ahead):
-    """Pages that a row comes back to may be shared: it must not go back into them."""
+    """Pages that a row comes back to may be shared: it must not go back into them.
+
+    A row that waited is counted anew, for its penalties; one that goes back must be, too.
+    """
     requests, alone = long_bans
     generator = make_generator(toy_float64, max_batch_size=7, cache_tokens=4096)
     loop, random_numbers, counts = generator._loop, random.Random(1), [0, 0]
