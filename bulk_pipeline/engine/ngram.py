@@ -92,10 +92,15 @@ class NgramDrafter:
 
     Each pause of a row is twice as long as the one before. Where rows gained little of late, most
     new ones start late.
+
+    Attributes
+    ----------
+    settings
+        As given.
     """
 
     def __init__(self, settings: NgramSettings, num_slots: int) -> None:
-        self._settings = settings
+        self.settings = settings
         self._max_rows = settings.most_rows(num_slots)
         self._can_draft = np.zeros(num_slots, bool)
         self._steps = np.zeros(num_slots, np.int64)  # of the present window
@@ -127,7 +132,7 @@ class NgramDrafter:
 
     def draft(self, context: np.ndarray, most: int) -> np.ndarray:
         """Draft the next tokens of a row, at most so many."""
-        settings = self._settings
+        settings = self.settings
         count = min(settings.num_tokens, most)
         if count < 1:
             return context[:0]
