@@ -156,6 +156,8 @@ def guess_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     values = {name: [row.get(name) for row in rows] for name in columns}
     if chats := [name for name in columns if _share(values[name], _is_messages) >= MOSTLY]:
         return {"messages_column": chats[0]}
+    if "turns" in columns and _share(values["turns"], _is_texts) >= MOSTLY:
+        return {"turns_column": "turns"}
     texts = [name for name in columns if _share(values[name], _is_text) >= MOSTLY]
     by_name = {name.lower(): name for name in texts}
     if by_name.get("instruction") == "instruction" and "input" in columns:
@@ -182,6 +184,10 @@ def _share(values: Sequence[Any], fits: Any) -> float:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
 
 
 def _is_messages(value: Any) -> bool:

@@ -119,6 +119,19 @@ def test_plan_and_report_know_of_turns(tmp_path, toy):
     assert "turn 1" in to_html([report])
 
 
+def test_a_batch_file_has_the_last_turn_of_each_row(tmp_path, toy):
+    output = {"root": str(tmp_path / "bulk"), "formats": ["openai_batch"]}
+    spec = make_spec(tmp_path, toy, output=output)
+    assert materialize(spec).success
+    path = tmp_path / "bulk" / "data" / "output" / "all" / "output.openai_batch.jsonl"
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [result["custom_id"] for result in results] == ["1", "2", "3", "4"]
+    last = table(spec).group_by("id", maintain_order=True).last()["completion"].to_list()
+    answers = [result["response"]["body"]["choices"][0]["message"] for result in results[:3]]
+    assert [answer["content"] for answer in answers] == last[:3]
+    assert results[3]["error"]["message"] == "turns[1] is null, must be text"
+
+
 def test_a_run_that_stops_between_turns_is_finished_by_the_next(tmp_path, toy_float64, monkeypatch):
     (tmp_path / "whole").mkdir()
     whole = make_spec(tmp_path / "whole", toy_float64)

@@ -60,10 +60,21 @@ def write_csv(path: Path, rows: int = 3) -> None:
             {"messages_column": "conversations"},
         ),
         ({"tags": ["role", "content"], "body": "x"}, {"column": "body"}),
+        ({"prompt": "x", "turns": ["one", "two"]}, {"turns_column": "turns"}),
         ({"prompt": None, "text": "x"}, {"column": "text"}),
         ({"n": 1, "x": 0.5}, {}),
     ],
-    ids=["by name", "any case", "the longest", "OpenAI", "ShareGPT", "a list", "null", "none"],
+    ids=[
+        "by name",
+        "any case",
+        "the longest",
+        "OpenAI",
+        "ShareGPT",
+        "a list",
+        "turns",
+        "null",
+        "none",
+    ],
 )
 def test_the_likeliest_prompt(row, prompt):
     assert guess_prompt([row] * 3) == prompt

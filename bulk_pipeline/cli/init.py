@@ -19,6 +19,8 @@ from bulk_pipeline.init import (
 
 SMALL_MODEL = "data/models/smollm2-135m-instruct"  # what the demo runs on
 
+COLUMN_SETTINGS = ("column", "messages_column", "turns_column")  # of `prompt`
+
 
 @click.command()
 @click.option("--name", help="Name of the dataset. Default: from the file's.")
@@ -85,15 +87,15 @@ def _choose_prompt(
     if template:
         return {"template": template}
     if asks and not column:
-        guess = look.prompt.get("column") or look.prompt.get("messages_column") or ""
+        guess = next(filter(None, map(look.prompt.get, COLUMN_SETTINGS)), None)
         if "template" in look.prompt:
             return look.prompt
-        column = click.prompt("Column that holds the prompt", default=guess or None)
+        column = click.prompt("Column that holds the prompt", default=guess)
     if column is None and not look.prompt:
         raise WrongUseError(
             f"no column holds text; name one with --column, out of {', '.join(look.columns)}"
         )
-    if column is None or column in map(look.prompt.get, ("column", "messages_column")):
+    if column is None or column in map(look.prompt.get, COLUMN_SETTINGS):
         return look.prompt
     if column not in look.columns:
         raise WrongUseError(

@@ -257,6 +257,34 @@ def test_drafting_gives_the_same_tokens(exl2, encode):
     assert all(len(ids) <= 40 for ids in answers[1])
 
 
+@pytest.mark.parametrize("weights", ["float16", "quantized"])
+def test_the_next_turn_finds_the_pages_of_the_one_before(exl2, encode, weights):
+    params = SamplingParams(temperature=0, max_new_tokens=24, stop_token_ids=END)
+    generator = load_generator(make_settings(exl2, weights=weights, max_batch_size=4))
+    prompts = [encode(f"Row {i}. " + "Count from one to twenty. " * 60) for i in range(12)]
+
+    def go_on(completion):
+        number, turn = completion.request_id
+        if turn < 2:
+            kept = generator.answer_ids(completion.token_ids, completion.text, END)
+            prompts[number] = [*prompts[number], *kept, *encode(" And then?")]
+            yield Request((number, turn + 1), prompts[number], params)
+
+    first = [Request((i, 0), ids, params) for i, ids in enumerate(prompts)]
+    completions = {c.request_id: c for c in generator.run(first, go_on=go_on)}
+    assert len(completions) == 36
+    for (number, turn), completion in completions.items():
+        assert completion.error is None
+        if turn:  # all but what follows the answer before, and the last token of that
+            before = completions[number, turn - 1]
+            least = before.prompt_tokens + len(before.token_ids) - 2
+            assert completion.cached_tokens >= least // 256 * 256
+    alone = run(generator, [Request(i, prompts[i], params) for i in range(12)])
+    same = sum(alone[i].token_ids[:8] == completions[i, 2].token_ids[:8] for i in range(12))
+    assert same >= 10  # the rest at near-ties
+    generator.close()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("weights", ["float16", "quantized"])
 def test_ngrams_give_the_same_tokens_in_fewer_steps(exl2, encode, weights, temperature):
