@@ -49,14 +49,14 @@ def banned_of(generator, ids, count: int = 3, length: int = 4, **changes) -> tup
     return tuple(s for s in found if "\ufffd" not in s and s.strip())[:count]
 
 
-def slow_way(generator, tokenizer, ids, banned, limit: int) -> list[int]:
+def slow_way(generator, tokenizer, ids, banned, limit: int, **changes) -> list[int]:
     """Greedy, a request a token: after each, look at the whole text and go back."""
     kept: list[int] = []
     forbidden: dict[int, set[int]] = {}
     while len(kept) < limit:
         here = tuple(forbidden.get(len(kept), ()))
         completion = run_one(
-            generator, [*ids, *kept], temperature=0, max_new_tokens=1, banned_token_ids=here
+            generator, [*ids, *kept], max_new_tokens=1, banned_token_ids=here, **changes
         )
         kept += completion.token_ids
         text = decode(tokenizer, kept).lower()
@@ -84,6 +84,17 @@ class TestBannedStrings:
         assert list(found.token_ids) == expected
         assert free.token_ids != found.token_ids
         assert found.status == Status.LENGTH
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_penalty_forgets_what_was_taken_back(self, generator, tokenizer, seed):
+        """A repetition counts in the prompt as it does in the answer."""
+        ids, more = make_ids(5, seed), {"repetition_penalty": 1.5}
+        # few tokens that are likely: those that were taken back come again
+        more |= {"logit_bias": tuple((i, 12.0) for i in range(40, 56))}
+        banned = banned_of(generator, ids, count=20, length=4, **more, max_new_tokens=60)
+        expected = slow_way(generator, tokenizer, ids, banned, 30, **more)
+        found = run_one(generator, ids, max_new_tokens=30, banned_strings=banned, **more)
+        assert list(found.token_ids) == expected
 
     @pytest.mark.parametrize("temperature", [0.0, 1.5])
     def test_are_in_no_answer_in_any_case(self, generator, temperature):
