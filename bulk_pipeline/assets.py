@@ -196,9 +196,17 @@ def _plan(
 ) -> dict[str, Any]:
     """What the model would have to do with the prompts."""
     from bulk_pipeline import plan_view
+    from bulk_pipeline.engine.adapter_files import found_fingerprints
     from bulk_pipeline.plan import current_fingerprint, plan_partition
 
-    plan = plan_partition(spec, store, key, current_fingerprint(model), look_elsewhere=False)
+    plan = plan_partition(
+        spec,
+        store,
+        key,
+        current_fingerprint(model),
+        look_elsewhere=False,
+        adapters=found_fingerprints(model),
+    )
     return plan_view.numbers(plan) | {"plan": dg.MetadataValue.md(plan_view.to_markdown(plan))}
 
 
@@ -212,11 +220,13 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
     def completions(
         context: dg.AssetExecutionContext, config: CompletionsConfig
     ) -> dg.MaterializeResult:
+        from bulk_pipeline.engine.adapter_files import adapter_fingerprints
         from bulk_pipeline.engine.loading import settings_fingerprint
         from bulk_pipeline.stages.complete import complete_partition
 
         store, model = open_store(spec), _model(context, resource_key)
         fingerprint = settings_fingerprint(model)
+        adapters = adapter_fingerprints(model)
 
         def work(key: str) -> StageReport:
             return complete_partition(
@@ -228,6 +238,7 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 cache_tokens=model.cache_tokens,
                 on_progress=observer(context),
                 redo=[name.strip() for name in config.redo.split(",")],
+                adapters=adapters,
             )
 
         return run_partitions(

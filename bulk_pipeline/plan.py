@@ -6,13 +6,14 @@ partition has none yet, its rows are counted, and the plan says so.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bulk_pipeline.engine.adapter_files import found_fingerprints
 from bulk_pipeline.engine.model_files import device_extras, find_model, model_fingerprint
 from bulk_pipeline.engine.request import READY
 from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
@@ -71,6 +72,8 @@ class PartitionPlan:
         Their limits, added up.
     changed_sampling
         What differs from the dataset's sampling, until it is reset: see `sampling_changes`.
+    adapters
+        Requests that can run, by their adapter; empty where none asks for one.
     """
 
     partition: str
@@ -93,6 +96,7 @@ class PartitionPlan:
     shared_prefix_tokens: int = 0
     most_new_tokens: int = 0
     changed_sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
+    adapters: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -165,7 +169,13 @@ def plan_dataset(
             f"--partition: {spec.name} has no {', '.join(unknown)}; there are "
             f"{', '.join(known) or 'none'}"
         )
-    fingerprint = current_fingerprint(settings)
+    fingerprint, adapters = current_fingerprint(settings), found_fingerprints(settings)
+    notes += [
+        f"the adapter {where} (generator.adapters.{name}) is not on this machine: every request "
+        "for it counts as one to run"
+        for name, where in settings.adapters.items()
+        if name not in adapters
+    ]
     if fingerprint is None:
         notes.append(
             f"the model {settings.model} is not on this machine, so that stored answers cannot be "
@@ -175,7 +185,7 @@ def plan_dataset(
     states = find_missing_or_stale(spec, store, settings, wanted) if wanted else {}
     partitions = []
     for key in keys or known:
-        plan = plan_partition(spec, store, key, fingerprint)
+        plan = plan_partition(spec, store, key, fingerprint, adapters=adapters)
         plan.state = states.get(key)
         if not plan.has_prompts and plan.rows is None and key in slices:
             plan.rows = _count_source_rows(spec, slices[key])
@@ -205,6 +215,7 @@ def plan_partition(
     key: str,
     fingerprint: str | None,
     look_elsewhere: bool = True,
+    adapters: Mapping[str, str] | None = None,
 ) -> PartitionPlan:
     """What a run over one partition would do, as far as its stored tables tell.
 
@@ -214,6 +225,8 @@ def plan_partition(
         The model's; None where it is not known: then nothing counts as answered.
     look_elsewhere
         Whether to look for answers in the dataset's other partitions.
+    adapters
+        The fingerprints of the adapters that are on this machine, by name.
     """
     plan = PartitionPlan(key)
     raw = _complete_manifest(store.partition(RAW_DATASET, key))
@@ -228,7 +241,12 @@ def plan_partition(
     plan.has_prompts, plan.rows = True, manifest.num_rows
     plan.longest_request = manifest.meta.get("max_request_tokens", 0)
     _count_prompts(plan, prompts, show_text=spec.output.preview)
-    _count_requests(plan, store, prompts, manifest, fingerprint, look_elsewhere)
+    wanted = WantedRequests(prompts, fingerprint or "", adapters)
+    plan.adapters = wanted.count_by_adapter()
+    now = {"model": fingerprint, "sampling": manifest.inputs.get("sampling")}
+    if used := wanted.adapter_fingerprints:
+        now["adapters"] = used
+    _count_requests(plan, store, prompts, now, wanted, fingerprint, look_elsewhere)
     return plan
 
 
@@ -352,11 +370,11 @@ def _count_requests(
     plan: PartitionPlan,
     store: Store,
     prompts: Partition,
-    manifest: Manifest,
+    now: dict[str, Any],
+    wanted: WantedRequests,
     fingerprint: str | None,
     look_elsewhere: bool,
 ) -> None:
-    wanted = WantedRequests(prompts, fingerprint or "")
     plan.requests = len(wanted)
     plan.not_ready = len(wanted) - int(wanted.ready.sum())
     plan.duplicates = int(wanted.ready.sum()) - len(wanted.first_of_each(wanted.ready))
@@ -372,7 +390,6 @@ def _count_requests(
     leaders = wanted.first_of_each(missing)
     plan.to_run = len(leaders)
     plan.most_new_tokens = int(wanted.limits[leaders].sum())
-    now = {"model": fingerprint, "sampling": manifest.inputs.get("sampling")}
     parts = stored.stored if stored else []
 
     def has_row(numbers: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ PARTITION_NUMBERS = (
     "shared_prefix_tokens",
     "most_new_tokens",
     "changed_sampling",
+    "adapters",
     "notes",
 )
 TOTALS = (
@@ -56,6 +57,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         **{name: plan.total(name) for name in TOTALS},
         "statuses": plan.counts("statuses"),
         "reasons": plan.counts("reasons"),
+        "adapters": plan.counts("adapters"),
         "prompt_tokens": _lengths_json(plan.lengths),
         "engine": plan.engine,
         "last_run": plan.last_run
@@ -91,6 +93,7 @@ def to_text(plan: Plan) -> str:
         _histogram(plan.lengths),
         _cannot_run(plan),
         _changed_sampling(plan),
+        _adapters(plan.counts("adapters")),
         _requests(plan),
         _engine(plan),
         _estimate(plan),
@@ -117,6 +120,7 @@ def to_markdown(plan: PartitionPlan) -> str:
             if plan.changed_sampling
             else []
         ),
+        *([f"{_adapters(plan.adapters)}.", ""] if plan.adapters else []),
         "| tokens | rows |",
         "| ---: | ---: |",
         *(f"| {first}–{last} | {rows} |" for first, last, rows in plan.lengths.bins()),
@@ -271,6 +275,10 @@ def _changed_sampling(plan: Plan) -> str:
         for each in plan.partitions
         if each.changed_sampling
     )
+
+
+def _adapters(counts: Mapping[str, int]) -> str:
+    return f"requests by adapter: {_listed(counts)}" if counts else ""
 
 
 def _requests(plan: Plan) -> str:

@@ -45,6 +45,10 @@ OTHER_NAMES = {
     "guided_regex": "structured_output.regex",
     "guided_choice": "structured_output.choice",
     "guided_grammar": "structured_output.grammar",
+    "lora": "adapter",
+    "lora_name": "adapter",
+    "lora_request": "adapter",
+    "loras": "adapter",
 }
 
 # What a row may have in a column of its own.
@@ -71,6 +75,7 @@ RowSetting = Literal[
     "bad_words",
     "banned_strings",
     "thinking_token_budget",
+    "adapter",
 ]
 
 
@@ -277,6 +282,12 @@ class SamplingSpec(Settings):
         description="Most tokens that a reasoning model thinks for, before the end mark of "
         "output.reasoning, which must be set, is put in and the answer goes on; within "
         "max_new_tokens; 0 or more, such as 512. Not with structured_output. Off: null.",
+    )
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="The LoRA adapter that the model answers with: a name of generator.adapters. "
+        "Off: null, the model as it is.",
     )
     from_columns: dict[RowSetting, str] = Field(
         default_factory=dict,

@@ -343,6 +343,12 @@ class GeneratorSettings(BaseModel):
         "`prompt_lookup_max`.",
     )
 
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters of this model that sampling.adapter may name, such as "
+        "{support: adapters/support}: a folder as PEFT writes it, a hub id or a URL. Off: empty.",
+    )
+
     @field_validator("speculative", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
@@ -359,6 +365,17 @@ class GeneratorSettings(BaseModel):
             raise ValueError(
                 "speculative: ngram does not work with draft_model; set it to auto or off, or "
                 "draft_model to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_alone(self) -> Self:
+        if self.adapters and self.draft_model:
+            raise ValueError("adapters do not work with draft_model; set draft_model to null")
+        if self.adapters and self.tensor_parallel:
+            raise ValueError(
+                "adapters do not work with tensor_parallel; set that to false, or merge the "
+                "adapter into the model"
             )
         return self
 
@@ -488,6 +505,13 @@ class BulkInferenceSpec(Settings):
                 "partitions.by must be rows or none for a Hugging Face dataset, "
                 f"got {self.partitions.by}"
             )
+        adapter = self.sampling.adapter
+        if self.generator and adapter is not None and adapter not in self.generator.adapters:
+            known = ", ".join(self.generator.adapters) or "none"
+            raise ValueError(
+                f"sampling.adapter must be one of generator.adapters ({known}), got {adapter!r}; "
+                "add it there, or correct the name"
+            )
         structured = self.sampling.structured_output
         if self.output.unfold and (structured is None or structured.json_schema is None):
             raise ValueError(
@@ -543,6 +567,9 @@ class BulkInferenceSpec(Settings):
                 update={
                     "model": model_path(self.generator.model),
                     "draft_model": draft and model_path(draft),
+                    "adapters": {
+                        name: model_path(where) for name, where in self.generator.adapters.items()
+                    },
                 }
             )
         return self.model_copy(update=changes)

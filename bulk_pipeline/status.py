@@ -57,7 +57,8 @@ class PartitionStatus:
             return value
         names = (
             "requests", "done", "completion_tokens", "seconds", "mean_batch", "cache_use",
-            "drafted_tokens", "accepted_tokens", "updated",
+            "drafted_tokens", "accepted_tokens", "adapter",
+            "updated",
         )  # fmt: skip
         return value | {
             **{name: self.progress.get(name) for name in names},
@@ -153,6 +154,8 @@ def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:
         numbers += f", {progress['cache_use']:.0%} of the cache"
     if drafted := progress.get("drafted_tokens"):
         numbers += f", {progress['accepted_tokens'] / drafted:.0%} of drafted tokens right"
+    if status.state == RUNNING and progress.get("adapter") is not None:
+        numbers += f", adapter {progress['adapter']}"
     if status.state == RUNNING:
         numbers += f", {'no estimate yet' if left is None else f'{format_seconds(left)} left'}"
     return (*where, f"[{bar}] {done} of {requests}", numbers)

@@ -129,6 +129,7 @@ SAMPLING_TYPE = pa.struct(
         ("bad_words", pa.list_(pa.string())),
         ("banned_strings", pa.list_(pa.string())),
         ("thinking", pa.struct(THINKING_FIELDS)),
+        ("adapter", pa.string()),
     ]
 )
 TOP_LOGPROBS_TYPE = pa.list_(

@@ -6,6 +6,7 @@ one another's pages. Models whose attention is more than plain causal attention 
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from exllamav2.attn_params import PagedParams
 from exllamav2.cache import ExLlamaV2CacheBase
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -22,6 +24,7 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.folders import model_max_seq_len
 from bulk_pipeline.spec import PAGE_TOKENS
 
@@ -157,6 +160,7 @@ class CpuModel:
         heads = config.num_attention_heads
         self.model: PreTrainedModel | None = model
         self.dtype: torch.dtype = model.dtype
+        self._hooks: list[RemovableHandle] = []
         self.layers = range(config.num_hidden_layers)
         self.device = torch.device("cpu")
         self.config = CpuModelConfig(
@@ -194,9 +198,39 @@ class CpuModel:
         )
         return {} if preprocess_only else {"logits": output.logits}
 
+    def can_change(self, matrix: str) -> bool:
+        """Whether an adapter may change this matrix."""
+        assert self.model is not None
+        try:
+            return isinstance(self.model.get_submodule(matrix), torch.nn.Linear)
+        except AttributeError:
+            return False
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Run with these changes of matrices from now on, in place of those of before."""
+        assert self.model is not None
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = [
+            self.model.get_submodule(matrix).register_forward_hook(_adding(change, self.dtype))
+            for matrix, change in changes.items()
+        ]
+
     def close(self) -> None:
         """Free the weights."""
         self.model = None
+        self._hooks = []
+
+
+def _adding(change: LowRank, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """A hook that adds a low-rank change to what a matrix gives, the weights untouched."""
+    down, up = change.down.to(dtype), change.up.to(dtype)
+
+    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: Any) -> torch.Tensor:
+        added: torch.Tensor = output + F.linear(F.linear(inputs[0], down), up) * change.scale
+        return added
+
+    return hook
 
 
 def load_cpu_model(folder: Path, dtype: str, max_seq_len: int | None) -> CpuModel:

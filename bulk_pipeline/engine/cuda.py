@@ -7,13 +7,14 @@ exllamav2's assertions.
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from exllamav2 import (
     ExLlamaV2,
     ExLlamaV2Cache,
@@ -24,7 +25,10 @@ from exllamav2 import (
     ExLlamaV2Config,
 )
 from exllamav2 import attn as exllamav2_attn
+from exllamav2.attn import ExLlamaV2Attention
+from exllamav2.mlp import ExLlamaV2MLP
 
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.dense import (
     DenseModel,
     DenseWeights,
@@ -88,6 +92,16 @@ class Beside:
     bytes_per_page: int
 
 
+class _Lora:
+    """What exllamav2 knows an adapter by, as its own `ExLlamaV2Lora`, which reads other files."""
+
+    embed_tokens = lm_head = None  # never changed
+
+
+def _half_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float16).contiguous().to(device)
+
+
 class CudaModel:
     """exllamav2's model with its cache, behind the calls that the generator makes.
 
@@ -117,6 +131,7 @@ class CudaModel:
         self.max_seq_len = max_seq_len
         self.dense = dense
         self.config = model.config
+        self._adapter: _Lora | None = None
 
     @property
     def exllamav2(self) -> ExLlamaV2:
@@ -132,7 +147,38 @@ class CudaModel:
 
     def forward_chunk(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Run exllamav2's forward pass."""
-        return self.exllamav2.forward_chunk(*args, **kwargs)
+        loras = None if self._adapter is None else [self._adapter]
+        return self.exllamav2.forward_chunk(*args, loras=loras, **kwargs)
+
+    def can_change(self, matrix: str) -> bool:
+        """Whether an adapter may change this matrix."""
+        return matrix in self._linears()
+
+    def _linears(self) -> dict[str, Any]:
+        """The matrices that exllamav2 takes adapters for: no experts, no parallel blocks."""
+        found: list[Any] = []
+        for module in self.exllamav2.modules:
+            if isinstance(module, ExLlamaV2Attention):
+                found += [module.q_proj, module.k_proj, module.v_proj, module.o_proj]
+            elif isinstance(module, ExLlamaV2MLP):
+                found += [module.gate_proj, module.up_proj, module.down_proj]
+        return {linear.key: linear for linear in found if linear is not None}
+
+    @torch.inference_mode()
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Run with these changes of matrices from now on, in place of those of before."""
+        linears = self._linears()
+        for linear in linears.values():
+            linear.lora_a_tensors.clear()
+            linear.lora_b_tensors.clear()
+        self._adapter = _Lora() if changes else None
+        for matrix, change in changes.items():
+            linear = linears[matrix]
+            up = change.up.T.float() * change.scale
+            up = F.pad(up, (0, linear.out_features - up.shape[1]))
+            linear.lora_a_tensors[self._adapter] = _half_on(linear.device(), change.down.T)
+            linear.lora_b_tensors[self._adapter] = _half_on(linear.device(), up)
+        self.exllamav2.update_loras()
 
     def close(self) -> None:
         """Free the weights."""

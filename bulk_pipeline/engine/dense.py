@@ -6,8 +6,8 @@ that of transformers' float16 Llama. Needs Triton.
 """
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 
 from bulk_pipeline.engine import kernels
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.kernels import PAGE, PROMPT_TUNING, PackedRows
 from bulk_pipeline.engine.logprobs import log_probabilities
 from bulk_pipeline.engine.sampling_slots import upload
@@ -32,6 +33,7 @@ PIECE_ROWS = (1024, 2560)  # least and most rows of a product of many rows that 
 TILE = (128, 256)  # rows and columns of cuBLAS's tiles for large products on Hopper
 HOPPER = (9, 0)
 SCORED_TOKENS = 512  # whose logits are made at once
+MERGED_ROWS = 2048  # of a weight, changed at once in float32
 UPLOAD_ALIGNMENT = 4  # int32 elements: pieces of an upload start at multiples of 16 bytes
 KINDS_WITH_RMS_HEAD_NORM = ("Qwen3ForCausalLM",)  # whatever exllamav2 does there
 
@@ -46,6 +48,8 @@ class DenseLayer:
         Queries, keys and values, and gate and up, one below the other.
     head_norms
         [2, head size]: the norms of query and key heads, where there are such.
+    matrices
+        The model's own matrices by name: parts of `qkv`, `o`, `gate_up` and `down`, not copies.
     """
 
     attention_norm: torch.Tensor
@@ -59,6 +63,7 @@ class DenseLayer:
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     head_norms: torch.Tensor | None = None
+    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -260,6 +265,11 @@ class DenseModel:
         self._values = [states.view(shape) for states in value_states]
         self.device = weights.embedding.device
         self.vocab_size = weights.vocab_size
+        self._matrices = {
+            name: matrix for layer in weights.layers for name, matrix in layer.matrices.items()
+        }
+        self._base: dict[str, torch.Tensor] = {}  # of matrices that adapters change, on the host
+        self._changed: list[str] = []  # those that are not as in `_base` now
         self._buffers: _Buffers | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._rows_at_once: dict[int, int] = {}  # of the output columns, where it pays
@@ -333,6 +343,28 @@ class DenseModel:
                 logits = F.linear(some, self._weights.head)[:, : self.vocab_size]
                 found.append(log_probabilities(logits, ids))
             return torch.cat(found)
+
+    def can_change(self, matrix: str) -> bool:
+        """Whether an adapter may change this matrix."""
+        return matrix in self._matrices
+
+    @torch.inference_mode()
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Merge these changes into the weights from now on, in place of those of before.
+
+        The weights stay where they are, as recorded graphs need it. Each matrix that is changed is
+        kept on the host as it was, from which it is restored bit by bit.
+        """
+        with self._on_device():
+            for name in self._changed:
+                self._matrices[name].copy_(self._base[name], non_blocking=True)
+            self._changed = []
+            for name, change in changes.items():
+                weight = self._matrices[name]
+                if name not in self._base:
+                    self._base[name] = _on_host(weight)
+                self._changed.append(name)  # first, in case that merging fails midway
+                _merge(weight, change)
 
     def _prefill(
         self,
@@ -562,6 +594,20 @@ class DenseModel:
         return torch.cuda.device(self.device) if is_cuda else contextlib.nullcontext()
 
 
+def _on_host(weight: torch.Tensor) -> torch.Tensor:
+    """A copy from which the device can fetch it quickly."""
+    is_cuda = weight.device.type == "cuda"
+    return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=is_cuda).copy_(weight)
+
+
+def _merge(weight: torch.Tensor, change: LowRank) -> None:
+    """Add a low-rank change to a weight in place, rounding once; a few rows at a time."""
+    down = change.down.to(weight.device, torch.float32)
+    ups = change.up.to(weight.device, torch.float32).split(MERGED_ROWS)
+    for rows, up in zip(weight.split(MERGED_ROWS), ups, strict=True):
+        rows.copy_(torch.addmm(rows.float(), up, down, alpha=change.scale))
+
+
 def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to the device as int32, all at once and without waiting."""
     sizes = [-(-len(array) // UPLOAD_ALIGNMENT) * UPLOAD_ALIGNMENT for array in arrays]
@@ -636,7 +682,19 @@ def _layer_of(attention: Any, mlp: Any) -> DenseLayer:
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
         head_norms=head_norms,
+        matrices={
+            **_parts([attention.q_proj, attention.k_proj, attention.v_proj], qkv),
+            **_parts([attention.o_proj], o),
+            **_parts([mlp.gate_proj, mlp.up_proj], gate_up),
+            **_parts([mlp.down_proj], down),
+        },
     )
+
+
+def _parts(linears: Sequence[Any], joined: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What of a joined weight belongs to each of exllamav2's matrices, by its name."""
+    parts = joined.split([one.out_features - one.padding for one in linears])
+    return {one.key: part for one, part in zip(linears, parts, strict=True)}
 
 
 def _joined(

@@ -5,7 +5,7 @@ whole batch, in its forward pass, so that what exllamav2 takes for logits are th
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exllamav2.generator.dynamic import _randomhash
 
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.request import SamplingParams
 from bulk_pipeline.engine.sampling import SamplingBatch, sample
 from bulk_pipeline.engine.scheduler import NO_TOKEN, NOT_NUMBERS, Row, Stats
@@ -79,6 +80,10 @@ class DraftingLoop:
             self.generator.iterate()
             pages = self.generator
             self._stats.cache_use = len(pages.referenced_pages) / pages.max_pages
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Refuse: the draft model would not know of the adapter; the settings do so before."""
+        raise NotImplementedError("adapters do not work with a draft model")
 
     def forget(self) -> None:
         """Drop all rows and the content of all pages."""

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,9 +267,7 @@ def read_weights(folder: Path) -> Weights:
         for name in sorted(set(json.loads(index.read_text())["weight_map"].values())):
             if not (folder / name).is_file():
                 raise ValueError(f"generator.model: {folder} has no {name}; download it")
-    tensors: dict[str, Any] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors |= _read_header(shard)
+    tensors = read_headers(folder.glob("*.safetensors"))
     num_bytes = gpu_bytes = num_parameters = 0
     for name, tensor in tensors.items():
         stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
@@ -280,7 +278,21 @@ def read_weights(folder: Path) -> Weights:
     return Weights(num_bytes, gpu_bytes, num_parameters)
 
 
-def _read_header(shard: Path) -> dict[str, Any]:
+def read_headers(shards: Iterable[Path], setting: str = "generator.model") -> dict[str, Any]:
+    """What the headers of safetensors say of each tensor: its dtype, shape and place.
+
+    Raises
+    ------
+    ValueError
+        If one is cut short; it names the `setting`.
+    """
+    tensors: dict[str, Any] = {}
+    for shard in sorted(shards):
+        tensors |= _read_header(shard, setting)
+    return tensors
+
+
+def _read_header(shard: Path, setting: str) -> dict[str, Any]:
     size = shard.stat().st_size
     with open(shard, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -293,7 +305,7 @@ def _read_header(shard: Path) -> dict[str, Any]:
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         if 8 + length + end <= size:
             return header
-    raise ValueError(f"generator.model: {shard} is cut short or damaged; download it again")
+    raise ValueError(f"{setting}: {shard} is cut short or damaged; download it again")
 
 
 def _num_parameters(name: str, tensors: dict[str, Any]) -> int:

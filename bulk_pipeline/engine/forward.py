@@ -1,5 +1,6 @@
 """exllamav2's forward pass for the scheduler, and the CPU model's, which takes the same call."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from exllamav2.attn_params import PagedParams
 
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.logprobs import log_probabilities
 from bulk_pipeline.engine.sampling_slots import upload
 from bulk_pipeline.spec import PAGE_TOKENS
@@ -135,6 +137,14 @@ class ChunkForward:
         table = F.pad(table, (0, more_pages)).contiguous()
         logits = self._run(ids, lengths, table, max_length=max_length)["logits"]
         return logits.flatten(0, 1)[:, : self.vocab_size].to(self.device)
+
+    def can_change(self, matrix: str) -> bool:
+        """Whether an adapter may change this matrix."""
+        return bool(self._model.can_change(matrix))
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Run with these changes of matrices from now on, in place of those of before."""
+        self._model.use_adapter(changes)
 
     def _passes(
         self, starts: np.ndarray, counts: np.ndarray, block_table: np.ndarray, max_tokens: int

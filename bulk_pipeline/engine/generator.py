@@ -6,10 +6,11 @@ once, from all token ids of a completion.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from bulk_pipeline.engine.adapters import Adapters, LowRank
 from bulk_pipeline.engine.bans import TAIL_SLACK_TOKENS, Bans
 from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
@@ -18,6 +19,7 @@ from bulk_pipeline.engine.scheduler import Row, Stats
 from bulk_pipeline.engine.structured import Grammars
 
 QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order
+UNCERTAIN = "\0"  # no adapter's name: using one failed midway
 REPLACEMENT = "\ufffd"
 GRAMMAR = "grammar"  # the reason of an answer that ended because its grammar allows nothing more
 BANNED_STRINGS = "banned_strings"  # of one that went back to them again and again
@@ -35,6 +37,9 @@ class Loop(Protocol):
 
     def step(self) -> None:
         """Go one step on with all rows that run."""
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Go on with another adapter, after all rows have ended."""
 
     def forget(self) -> None:
         """Drop all rows and the content of all pages."""
@@ -71,6 +76,8 @@ class BulkGenerator:
         Most tokens of a prompt and its completion together.
     provenance
         What is recorded with every completion: model, versions, settings.
+    adapters
+        The LoRA adapters that requests may name.
 
     Attributes
     ----------
@@ -90,6 +97,7 @@ class BulkGenerator:
         max_batch_size: int,
         max_seq_len: int,
         provenance: dict[str, Any] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.stats = Stats()
         self.provenance = provenance or {}
@@ -101,6 +109,9 @@ class BulkGenerator:
         self._special_ids = _special_ids(decoder)
         self._grammars = Grammars(decoder, vocab_size)
         self._bans = Bans(decoder, vocab_size, self._special_ids)
+        self._adapters = adapters or Adapters()
+        self._adapter: str | None = None  # in use
+        self._held: dict[str | None, list[Row]] = {}  # wait until their adapter is
         self._finished: deque[Completion] = deque()
         self._running = False
         self._loop: Loop | None = make_loop(self.stats, self._finish)
@@ -143,6 +154,7 @@ class BulkGenerator:
         finally:
             self._running = False
             self._finished.clear()
+            self._held.clear()
             if self._loop is not None and self._loop.num_rows:
                 self._loop.forget()
 
@@ -177,22 +189,36 @@ class BulkGenerator:
     def _feed(self, waiting: Iterator[Request]) -> bool:
         """Fill the queue up to its bound; say whether there is anything to generate."""
         assert self._loop is not None
-        room = QUEUED_BATCHES * self.max_batch_size - self._loop.num_rows
+        num_held = sum(map(len, self._held.values()))
+        room = QUEUED_BATCHES * self.max_batch_size - self._loop.num_rows - num_held
         if room > self.max_batch_size // 2:  # so many that putting them in order is of use
             self._enqueue(islice(waiting, room))
+        if self._held and not self._loop.num_rows:
+            self._use_adapter(max(self._held, key=lambda name: len(self._held[name])))
         return bool(self._loop.num_rows)
 
     def _enqueue(self, requests: Iterable[Request], first: bool = False) -> None:
-        """Let requests wait; those that cannot run are finished."""
+        """Let requests wait, others until their adapter is in use; finish those that cannot run."""
         assert self._loop is not None
         rows = []
         for request in requests:
             refused = self._refuse(request)
             if refused is not None:
                 self._finished.append(refused)
-            else:
+            elif request.adapter == self._adapter:
                 rows.append(self._row(request))
+            else:
+                self._held.setdefault(request.adapter, []).append(self._row(request))
         self._loop.enqueue(rows, first)
+
+    def _use_adapter(self, name: str | None) -> None:
+        """Go on with another adapter and the rows that wait for it, now that nothing runs."""
+        assert self._loop is not None
+        changes = self._adapters.read(name)
+        self._adapter = UNCERTAIN
+        self._loop.use_adapter(changes)
+        self._adapter = name
+        self._loop.enqueue(self._held.pop(name))
 
     def _step(self) -> None:
         assert self._loop is not None
@@ -251,6 +277,8 @@ class BulkGenerator:
         if len(self._models) > 1 and (unknown := _unknown_to_drafting(request)):
             return f"{unknown} not work with a draft model; set generator.draft_model to null"
         if problem := problem_with(params, self._vocab_size):
+            return problem
+        if problem := self._adapters.problem_with(request.adapter):
             return problem
         if params.has_bans and (problem := self._bans.problem_with(params)):
             return problem

@@ -17,6 +17,8 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.adapter_files import resolve_adapters
+from bulk_pipeline.engine.adapters import Adapters
 from bulk_pipeline.engine.folders import read_cache_shape, read_weights
 from bulk_pipeline.engine.memory import auto_batch_size
 from bulk_pipeline.engine.model_files import device_extras
@@ -78,11 +80,23 @@ def settings_fingerprint(settings: GeneratorSettings) -> str:
     return model_fingerprint(folder, fingerprint_extras(settings))
 
 
+def load_adapters(settings: GeneratorSettings, folder: Path) -> Adapters:
+    """Find the adapters, and check them against the files of the model in `folder`.
+
+    Raises
+    ------
+    ValueError
+        One line, where one is missing, is not supported or does not fit.
+    """
+    return Adapters(resolve_adapters(settings), folder)
+
+
 def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
     _check_compiled_module()
     from bulk_pipeline.engine.cuda import Beside, load_cuda_model, paged_model
 
     folder = _model_folder(settings.model, settings.revision)
+    adapters = load_adapters(settings, folder)
     batch_size = gpu_batch_size(
         settings,
         int(read_config(folder)["vocab_size"]),
@@ -128,6 +142,7 @@ def _load_on_cuda(settings: GeneratorSettings) -> "BulkGenerator":
         None if settings.draft_model else paged_model(model, cache),
         batch_size,
         model.max_seq_len,
+        adapters,
         device=torch.cuda.get_device_name(),
         quantization=model.quantization,
         attention=model.attention,
@@ -193,6 +208,7 @@ def _make_generator(
     forward: "PagedModel | None",
     batch_size: int,
     max_seq_len: int,
+    adapters: Adapters,
     **found: str,
 ) -> "BulkGenerator":
     """Put a generator together: one scheduler, or exllamav2's where there is a draft model."""
@@ -200,6 +216,8 @@ def _make_generator(
     from bulk_pipeline.engine.generator import BulkGenerator
     from bulk_pipeline.engine.scheduler import Row, Scheduler, Stats
 
+    if forward is not None:
+        adapters.check(forward.can_change)
     usable = caches[0].max_seq_len - _scratch_tokens(settings)
     num_draft = settings.num_draft_tokens if settings.draft_model else 0
     max_seq_len = min(max_seq_len, usable - num_draft)
@@ -236,7 +254,9 @@ def _make_generator(
         vocab_size=int(models[0].config.vocab_size),
         max_batch_size=batch_size,
         max_seq_len=max_seq_len,
-        provenance=_provenance(settings, folder, usable, batch_size, **found),
+        provenance=_provenance(settings, folder, usable, batch_size, **found)
+        | ({"adapters": adapters.fingerprints} if adapters.fingerprints else {}),
+        adapters=adapters,
     )
 
 
@@ -314,6 +334,7 @@ def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
     from bulk_pipeline.engine.forward import ChunkForward
 
     folder = _model_folder(settings.model, settings.revision)
+    adapters = load_adapters(settings, folder)
     model = load_cpu_model(folder, settings.dtype, settings.max_seq_len)
     draft = _load_draft(settings, model) if settings.draft_model else None
     tokens = _cache_tokens(settings, model, draft)
@@ -334,8 +355,8 @@ def _load_on_cpu(settings: GeneratorSettings) -> "BulkGenerator":
     )
     generator = _make_generator(
         settings, folder, models, caches, forward, cpu_batch_size(settings),
-        model.config.max_seq_len, device="cpu", quantization=settings.dtype, attention="torch",
-        weights=settings.dtype,
+        model.config.max_seq_len, adapters, device="cpu", quantization=settings.dtype,
+        attention="torch", weights=settings.dtype,
     )  # fmt: skip
     logger.info(
         "loaded %s on cpu in %s: cache of %d tokens, sequences of at most %d, batches of %d",

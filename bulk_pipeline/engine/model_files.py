@@ -167,12 +167,12 @@ def model_fingerprint(folder: Path, extra: dict[str, Any] | None = None) -> str:
     }
     digest.update(json.dumps([config, quantisation, extra or {}], sort_keys=True).encode())
     for shard in sorted(folder.glob("*.safetensors")):
-        for block in _sampled_blocks(shard):
+        for block in sampled_blocks(shard):
             digest.update(block)
     return digest.hexdigest()
 
 
-def _sampled_blocks(shard: Path) -> Iterator[bytes]:
+def sampled_blocks(shard: Path) -> Iterator[bytes]:
     """Yield a shard's size, its header, and `SAMPLE_BLOCKS` blocks from its start to its end."""
     size = shard.stat().st_size
     yield size.to_bytes(8, "little")

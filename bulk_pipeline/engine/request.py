@@ -208,12 +208,14 @@ class Request:
 
     With `prompt_logprobs` the prompt is scored: the completion says how probable each of its
     tokens is after those before it. `max_new_tokens` may be 0 then, and nothing is generated.
+    `adapter` names the LoRA adapter that the model runs with.
     """
 
     request_id: Hashable
     input_ids: Sequence[int]
     sampling: SamplingParams
     prompt_logprobs: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,12 @@ class KeyHasher:
     """Computes `request_key` of many requests whose sampling differs at most in the seed."""
 
     def __init__(
-        self, sampling: SamplingParams, model_fingerprint: str, *, prompt_logprobs: bool = False
+        self,
+        sampling: SamplingParams,
+        model_fingerprint: str,
+        *,
+        prompt_logprobs: bool = False,
+        adapter_fingerprint: str | None = None,
     ):
         effective: dict[str, object] = {
             "version": REQUEST_KEY_VERSION,
@@ -296,6 +303,8 @@ class KeyHasher:
         effective |= _edits(sampling) | _extras(sampling)
         if prompt_logprobs:
             effective["prompt_logprobs"] = True
+        if adapter_fingerprint is not None:
+            effective["adapter"] = adapter_fingerprint
         # Quotes inside values are escaped, so that the seed's place is found once or never.
         start, self._has_seed, self._end = json.dumps(effective, sort_keys=True).partition(
             '"seed": 0'
@@ -356,6 +365,7 @@ def request_key(
     model_fingerprint: str,
     *,
     prompt_logprobs: bool = False,
+    adapter_fingerprint: str | None = None,
 ) -> str:
     """A versioned hash of what decides the answer: 32 hex digits.
 
@@ -364,7 +374,12 @@ def request_key(
     request has no seed and no top_p, and a top_p of 1 equals none.
     """
     ids = b"".join(int(i).to_bytes(4, "little") for i in input_ids)
-    hasher = KeyHasher(sampling, model_fingerprint, prompt_logprobs=prompt_logprobs)
+    hasher = KeyHasher(
+        sampling,
+        model_fingerprint,
+        prompt_logprobs=prompt_logprobs,
+        adapter_fingerprint=adapter_fingerprint,
+    )
     return hasher.digest(ids, sampling.seed).hex()
 
 

@@ -9,7 +9,7 @@ is noticed a step late, and the token made meanwhile is dropped.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from exllamav2.device import set_device_streams
 
+from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.bans import BanSlots, RowBans
 from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
 from bulk_pipeline.engine.loops import LoopSlots
@@ -139,6 +140,12 @@ class PagedModel(Protocol):
         -------
         Logits [tokens, vocab_size]; the next call may overwrite them.
         """
+
+    def can_change(self, matrix: str) -> bool:
+        """Whether an adapter may change this matrix."""
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Run with these changes of matrices from now on, in place of those of before."""
 
 
 class StopFinder(Protocol):
@@ -372,6 +379,13 @@ class Scheduler:
         self._waiting.clear()
         self.pages.clear()
         self._reset()
+
+    def use_adapter(self, changes: Mapping[str, LowRank]) -> None:
+        """Go on with another adapter, after all rows have ended."""
+        assert not self.num_rows, "rows of one adapter must end before the next"
+        self.forget()  # what pages hold was computed with the adapter of before
+        with self._on_stream():
+            self.model.use_adapter(changes)
 
     def _reset(self) -> None:
         self._rows = [None] * self._batch

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter, abc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from itertools import chain, islice
@@ -103,6 +103,7 @@ def complete_partition(
     cache_tokens: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: log.info("%s", progress),
     redo: Literal["none", "all"] | Collection[str] = "none",
+    adapters: Mapping[str, str] | None = None,
 ) -> StageReport:
     """Answer every prompt of a partition and commit the completions.
 
@@ -117,6 +118,8 @@ def complete_partition(
     redo
         Stored completions that are to be made anew: all, or those of these statuses. A redo that
         was interrupted goes on in the next run, whatever that asks for.
+    adapters
+        What `request_key` hashes for each adapter that prompts may name.
 
     Raises
     ------
@@ -132,7 +135,9 @@ def complete_partition(
     started = time.monotonic()
     partition = store.partition(COMPLETIONS, key)
     with partition.writer() as writer, closing(Journal(partition)) as journal:
-        job = _Job(spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint)
+        job = _Job(
+            spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint, adapters
+        )
         _check_error_rate(spec, key, job.num_not_ready, job.num_requests)
         job.plan(redo)
         progress, file = Progress(key, requests=job.num_to_run), ProgressFile(partition)
@@ -170,6 +175,7 @@ def complete_partition(
             **({"parts_lost": writer.lost} if writer.lost else {}),
             **({"files_set_aside": writer.set_aside} if writer.set_aside else {}),
             **changes_metadata(spec.sampling, job.changed_sampling),
+            **adapters_metadata(job.wanted),
             **{f"status_{status}": counts.get(status, 0) for status in sorted(Status)},
         },
     )
@@ -186,6 +192,13 @@ def _check_cache(meta: dict[str, Any], cache_tokens: int | None) -> None:
             f"together ({longest} tokens), got {cache_tokens}; raise it, or lower "
             f"sampling.max_new_tokens or generator.max_seq_len"
         )
+
+
+def adapters_metadata(wanted: WantedRequests) -> dict[str, Any]:
+    """How many requests each adapter has; nothing where none is asked for."""
+    counts = wanted.count_by_adapter()
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return {"requests_by_adapter": listed} if counts else {}
 
 
 def _check_error_rate(spec: BulkInferenceSpec, key: str, failed: int, total: int) -> None:
@@ -225,20 +238,24 @@ class _Job:
         writer: PartitionWriter,
         journal: Journal,
         model_fingerprint: str,
+        adapters: Mapping[str, str] | None = None,
     ):
         self.spec, self.store, self.prompts = spec, store, prompts
         self.writer, self.journal = writer, journal
-        self.model_fingerprint = model_fingerprint
+        self.model_fingerprint, self.adapters = model_fingerprint, adapters or {}
         self.changed_sampling = stored_changes(prompts_manifest)
-        self.inputs = {
+        self.inputs: dict[str, Any] = {
             "prompts": [part.name for part in prompts_manifest.parts],
             "model_fingerprint": model_fingerprint,
         }
-        self.made_with = {
+        self.made_with: dict[str, Any] = {
             "model": model_fingerprint,
             "sampling": prompts_manifest.inputs.get("sampling"),
         }
-        self.wanted = WantedRequests(prompts, model_fingerprint)
+        self.wanted = WantedRequests(prompts, model_fingerprint, self.adapters)
+        self._check_adapters()
+        if used := self.wanted.adapter_fingerprints:
+            self.inputs["adapters"] = self.made_with["adapters"] = used
         self.num_requests = len(self.wanted)
         self.num_not_ready = self.num_requests - int(self.wanted.ready.sum())
         self.leaders = np.zeros(0, np.uint32)
@@ -251,6 +268,14 @@ class _Job:
         # of conversations: what is stored, in which parts
         self._answers_now: StoredAnswers | None = None
         self._parts: list[Part] = []
+
+    def _check_adapters(self) -> None:
+        gone = {name for name in self.wanted.adapters if name and name not in self.adapters}
+        if gone:
+            raise ValueError(
+                f"{self.prompts.label}: rows ask for the adapter {min(gone)!r}, which is none of "
+                "generator.adapters any more; add it there, or make the prompts anew"
+            )
 
     @property
     def num_to_run(self) -> int:
@@ -306,9 +331,14 @@ class _Job:
     ) -> Iterator[WantedRequest]:
         """The openers of the given numbers, which must rise, with the answers stored before them.
 
+        They come adapter by adapter, since the use of another one empties the batch.
         `answer_ids` is the generator's.
         """
-        requests = requests_at(self.prompts, self.model_fingerprint, numbers)
+        for group in self.wanted.by_adapter(numbers):
+            yield from self._requests(group, answer_ids)
+
+    def _requests(self, numbers: np.ndarray, answer_ids: AnswerIds) -> Iterator[WantedRequest]:
+        requests = requests_at(self.prompts, self.model_fingerprint, numbers, self.adapters)
         turns = self.wanted.turn[numbers].astype(np.int64)
         if not turns.any():
             yield from requests
@@ -425,6 +455,8 @@ def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -
             if len(openers) and generator is None:
                 generator = get_generator()
                 sink.progress.start(generator.provenance, getattr(generator, "stats", None))
+                if used := job.wanted.adapter_fingerprints:
+                    sink.progress.settings["adapters"] = ", ".join(used)
             if generator is not None:
                 _run_openers(job, sink, generator, openers)
             if job.num_left:  # turns that wait for an answer which another row asked for
@@ -457,7 +489,11 @@ def _generate(
         for request in some:
             in_flight[request.number] = request
             yield Request(
-                request.number, request.input_ids, request.sampling, request.prompt_logprobs
+                request.number,
+                request.input_ids,
+                request.sampling,
+                request.prompt_logprobs,
+                request.adapter,
             )
 
     def requests() -> Iterator[Request]:
@@ -471,7 +507,10 @@ def _generate(
             kept = chats.answer_ids(ids, text, request.sampling.stop_token_ids)
             yield from started([request.next_turn(ids, kept)])
 
-    produced_by = json.dumps(generator.provenance, sort_keys=True)
+    produced_by = {
+        name: json.dumps(provenance_of(generator.provenance, name), sort_keys=True)
+        for name in job.wanted.adapters
+    }
     chats = cast(ChatGenerator, generator)
     completions = (
         generator.run(requests(), on_step=sink.tick)
@@ -483,7 +522,16 @@ def _generate(
         job.is_left[request.number] = False
         job.journal.finish(request.key)
         attempts = int(job.attempts[request.number]) + 1
-        sink.add(request, completion, produced_by, attempts)
+        sink.add(request, completion, produced_by[request.adapter], attempts)
+
+
+def provenance_of(provenance: dict[str, Any], adapter: str | None) -> dict[str, Any]:
+    """What is recorded with a completion: of all adapters the one that it used."""
+    adapters = provenance.get("adapters", {})
+    rest = {name: value for name, value in provenance.items() if name != "adapters"}
+    if adapter is None:
+        return rest
+    return rest | {"adapter": {"name": adapter, "fingerprint": adapters.get(adapter)}}
 
 
 def _no_ids(token_ids: Sequence[int], text: str, stop_token_ids: Collection[int]) -> list[int]:
@@ -562,6 +610,7 @@ class _PartSink:
             self._flushed = time.monotonic()  # an idle sink owes nothing
         self._rows.append(_completion_row(request, completion, produced_by, attempts))
         self.progress.add(completion)
+        self.progress.adapter = request.adapter
         if len(self._rows) >= self._output.flush_rows:
             self.flush()
 

@@ -134,6 +134,7 @@ def format_partition(
             tokenizer.special_tokens,
             show_text,
             spec.output.reasoning,
+            settings.adapters,
         )
         formatter = Formatter(spec, tokenizer, reader, sampling_reader, template, date, limit)
         formatter.check_template()
@@ -192,6 +193,12 @@ def prompt_inputs(
         "max_seq_len": settings.max_seq_len,
         "tokenizer": tokenizer_hash,
         "chat_template": _hash(chat_template),
+        # rows may name them
+        **(
+            {"adapters": sorted(settings.adapters)}
+            if "adapter" in spec.sampling.from_columns
+            else {}
+        ),
     } | _marks(spec)
 
 

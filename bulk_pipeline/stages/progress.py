@@ -72,6 +72,8 @@ class Progress:
         When generation began and ended, on the monotonic clock; None before.
     settings
         What the engine says of itself.
+    adapter
+        The adapter of the request that finished last.
     points
         The curve so far: seconds, requests done, completion tokens, and the mean size of a batch
         since the point before.
@@ -89,6 +91,7 @@ class Progress:
     started: float | None = None
     ended: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
     points: list[list[float]] = field(default_factory=list)
     _opened: float = field(default_factory=time.monotonic)
     _spacing: float = 0.0
@@ -225,6 +228,7 @@ class Progress:
             "drafted_tokens": self.drafts[0],
             "accepted_tokens": self.drafts[1],
             "settings": self.settings,
+            **({"adapter": self.adapter} if self.adapter is not None else {}),
             "points": self.points,
         }
 

@@ -3,7 +3,7 @@
 A row with a bad value raises `BadRow`. Rows with equal values share one object.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ LATER = {
     "banned_strings",
     "thinking_token_budget",
     "from_columns",
+    "adapter",
 }
 TEXTS = {"stop", "bad_words", "banned_strings"}  # a text that is no JSON list is one of them
 NESTED = {
@@ -70,6 +71,8 @@ class SamplingReader:
         Whether reasons may quote rows.
     marks
         What surrounds thoughts; needed where they have a budget.
+    adapters
+        Names of the adapters that there are.
 
     Attributes
     ----------
@@ -92,7 +95,9 @@ class SamplingReader:
         special_tokens: Mapping[str, int],
         show_text: bool = True,
         marks: ReasoningSpec | None = None,
+        adapters: Collection[str] = (),
     ):
+        self._adapters = adapters
         self._sampling, self._columns, self._show_text = sampling, columns, show_text
         self._end_tokens, self._special_tokens = end_tokens, special_tokens
         self._marks = marks
@@ -152,6 +157,11 @@ class SamplingReader:
 
     def _resolve(self, sampling: SamplingSpec) -> RowSampling:
         check_structured(sampling.structured_output)
+        if sampling.adapter is not None and sampling.adapter not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise ValueError(
+                f"adapter: must be one of generator.adapters ({known}), got {sampling.adapter!r}"
+            )
         values = resolve_sampling(sampling, self._end_tokens, self._special_tokens)
         return self._with_budget(
             RowSampling(values, sampling.max_new_tokens, sampling.num_samples),

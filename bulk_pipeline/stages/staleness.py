@@ -6,6 +6,7 @@ no model library. A partition is done if running it again would change nothing.
 
 from typing import Any, cast
 
+from bulk_pipeline.engine.adapter_files import found_fingerprints
 from bulk_pipeline.engine.model_files import (
     device_extras,
     find_model,
@@ -53,7 +54,8 @@ def find_missing_or_stale(
     -------
     dict
         The reason by partition key, in the plan's order: ``missing``, ``unfinished: <table>``,
-        ``source changed: <files>``, ``settings changed: <names>``, ``model changed``, or which
+        ``source changed: <files>``, ``settings changed: <names>``, ``model changed``,
+        ``adapter changed: <names>``, or which
         table is older than another.
     """
     plan = plan_partitions(spec, store) if plan is None else plan
@@ -86,6 +88,7 @@ class _Judge:
             else chat_template_text(spec.prompt, cast(Any, None))
         )
         self.fingerprints = self._fingerprints()
+        self.adapters = found_fingerprints(settings) if settings else {}
 
     def _fingerprints(self) -> set[str]:
         """The model's fingerprints on the devices that it may run on."""
@@ -158,12 +161,12 @@ class _Judge:
         )
         del expected["raw_parts"], expected["raw_epoch"]
         unknown = [
-            *(["max_seq_len"] if self.settings is None else []),
+            *(["max_seq_len", "adapters"] if self.settings is None else []),
             *(["tokenizer"] if self.tokenizer_hash is None else []),
             *(["chat_template"] if self.chat_template is None else []),
         ]
         for name in unknown:
-            del expected[name]
+            expected.pop(name, None)
         return _settings_reason(prompts.inputs, expected)
 
     def _completions_reason(self, completions: Manifest, prompts: Manifest) -> str | None:
@@ -171,7 +174,11 @@ class _Judge:
             return f"{COMPLETIONS} is older than {PROMPTS}"
         fingerprint = completions.inputs.get("model_fingerprint")
         is_other = self.fingerprints and fingerprint not in self.fingerprints
-        return "model changed" if is_other else None
+        if is_other:
+            return "model changed"
+        made_with = completions.inputs.get("adapters", {})
+        changed = [name for name, now in self.adapters.items() if made_with.get(name, now) != now]
+        return f"adapter changed: {', '.join(changed)}" if changed else None
 
     def _output_reason(self, output: Manifest) -> str | None:
         recorded, now = output.inputs.get("answers", {}), answer_settings(self.spec.output)

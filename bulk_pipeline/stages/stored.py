@@ -279,9 +279,9 @@ def reasons(
     ``redo``, ``error_retried``, ``limit_changed`` (the same request with a max_new_tokens that
     the stored answer does not serve), ``turn_before_changed`` (the same turn of a conversation
     after other answers); for a row id and turn that has answers to another request,
-    ``model_changed`` or else ``sampling_changed`` where these differ from the last complete
-    state, whether or not the prompt changed with them, or else ``prompt_changed``; ``changed``
-    where there was no complete state; ``new`` for a row id without answers.
+    ``model_changed``, ``adapter_changed`` or else ``sampling_changed`` where these differ from the
+    last complete state, whether or not the prompt changed with them, or else ``prompt_changed``;
+    ``changed`` where there was no complete state; ``new`` for a row id without answers.
 
     Parameters
     ----------
@@ -292,6 +292,8 @@ def reasons(
         changed = "changed"
     elif made_with.get("model") != now["model"]:
         changed = "model_changed"
+    elif made_with.get("adapters") != now.get("adapters"):
+        changed = "adapter_changed"
     elif made_with.get("sampling") != now["sampling"]:
         changed = "sampling_changed"
     else:

@@ -5,7 +5,7 @@ sample, turn after turn, whether or not the row can run.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from bulk_pipeline.store import Partition
 
 BATCH_ROWS = 4096
 KEY_BYTES = 16
+UNKNOWN_ADAPTER = "unknown"
+NO_ADAPTER = "none"
 COUNTS = ["num_samples", "num_turns"]
 COLUMNS = ["row_id", "row_index", "input_ids", "status", "sampling", *COUNTS, "later_turns"]
 
@@ -55,6 +57,7 @@ class WantedRequest:
     sampling: SamplingParams
     key: str
     prompt_logprobs: bool = False
+    adapter: str | None = None
     turn: int = 0
     later_turns: tuple[LaterTurn, ...] = ()
     answers_before: int | None = None
@@ -94,6 +97,7 @@ class _Asked:
 
     params: SamplingParams
     prompt_logprobs: bool = False
+    adapter: str | None = None
 
 
 class WantedRequests:
@@ -111,12 +115,24 @@ class WantedRequests:
         Whether it can run; the others have no key.
     key_high
         The first half of each 128-bit request key.
+    adapters
+        Names of the adapters that are asked for, None where a request wants none, in the order in
+        which they are first wanted.
+    adapter_fingerprints
+        Of those of them that were given, by name.
+    adapter
+        Of each request, the place in `adapters`.
     by_key, key_low
         Numbers of all requests, sorted by the second half of their keys, then rising; and these
         halves, in that order.
     """
 
-    def __init__(self, prompts: Partition, model_fingerprint: str):
+    def __init__(
+        self,
+        prompts: Partition,
+        model_fingerprint: str,
+        adapter_fingerprints: Mapping[str, str] | None = None,
+    ):
         num_requests = sum(int(_num_requests(batch).sum()) for batch in prompts.read(COUNTS))
         self.max_seq_len: int | None = prompts.complete_manifest().meta.get("max_seq_len")
         self.row_index = np.empty(num_requests, np.uint32)
@@ -124,10 +140,14 @@ class WantedRequests:
         self.turn = np.empty(num_requests, np.uint16)
         self.limits = np.zeros(num_requests, np.int32)
         self.ready = np.empty(num_requests, bool)
+        self.adapters: list[str | None] = []
+        self.adapter = np.zeros(num_requests, np.uint16)
         self.key_high = np.empty(num_requests, np.uint64)
         self.key_low = np.empty(num_requests, np.uint64)  # not sorted yet
-        for batch in _prompt_batches(prompts, model_fingerprint):
+        for batch in _prompt_batches(prompts, model_fingerprint, adapter_fingerprints):
             self._fill(batch)
+        known = adapter_fingerprints or {}
+        self.adapter_fingerprints = {name: known[name] for name in known if name in self.adapters}
         self.by_key = np.argsort(self.key_low, kind="stable").astype(np.uint32)
         self.key_low = self.key_low[self.by_key]
         self.num_turns = int(self.turn.max(initial=0)) + 1
@@ -139,12 +159,32 @@ class WantedRequests:
         here = slice(prompts.first, prompts.first + len(prompts.place))
         halves = key_halves(b"".join(prompts.digests()))
         limits = [asked.params.max_new_tokens if asked else 0 for asked in prompts.asked]
+        self._fill_adapters(here, prompts)
         self.row_index[here] = prompts.batch.column("row_index").to_numpy()[prompts.place]
         self.sample_index[here] = prompts.sample_index
         self.turn[here] = prompts.turn
         self.limits[here] = np.array(limits, np.int32)[prompts.place]
         self.ready[here] = prompts.ready[prompts.place]
         self.key_high[here], self.key_low[here] = halves[:, 0], halves[:, 1]
+
+    def _fill_adapters(self, here: slice, prompts: "_PromptBatch") -> None:
+        names = [asked.adapter if asked else None for asked in prompts.asked]
+        self.adapters += [name for name in dict.fromkeys(names) if name not in self.adapters]
+        places = {name: place for place, name in enumerate(self.adapters)}
+        self.adapter[here] = np.array([places[name] for name in names], np.uint16)[prompts.place]
+
+    def by_adapter(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Cut numbers of requests into those of each adapter, in their order."""
+        wanted = self.adapter[numbers]
+        groups = (numbers[wanted == place] for place in range(len(self.adapters)))
+        return [group for group in groups if len(group)]
+
+    def count_by_adapter(self) -> dict[str, int]:
+        """How many requests that can run ask for each adapter; empty where none asks for one."""
+        if not any(self.adapters):
+            return {}
+        counts = np.bincount(self.adapter[self.ready], minlength=len(self.adapters)).tolist()
+        return {name or NO_ADAPTER: n for name, n in zip(self.adapters, counts, strict=True) if n}
 
     def with_keys(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pair keys, [keys, 2], with the ready requests that have them.
@@ -182,13 +222,16 @@ class WantedRequests:
 
 
 def requests_at(
-    prompts: Partition, model_fingerprint: str, numbers: np.ndarray
+    prompts: Partition,
+    model_fingerprint: str,
+    numbers: np.ndarray,
+    adapter_fingerprints: Mapping[str, str] | None = None,
 ) -> Iterator[WantedRequest]:
     """The ready requests of the given numbers, which must rise.
 
     Of a later turn, its conversation's first: what it is asked depends on answers (`next_turn`).
     """
-    for batch in _prompt_batches(prompts, model_fingerprint):
+    for batch in _prompt_batches(prompts, model_fingerprint, adapter_fingerprints):
         first, last = np.searchsorted(numbers, [batch.first, batch.first + len(batch.place)])
         if first < last:
             yield from batch.requests(numbers[first:last])
@@ -218,8 +261,9 @@ def row_hashes(row_ids: pa.Array) -> np.ndarray:
 class _Samplings:
     """Reads the column `sampling`; equal rows share one object, and one hasher of keys."""
 
-    def __init__(self, model_fingerprint: str):
+    def __init__(self, model_fingerprint: str, adapter_fingerprints: Mapping[str, str]):
         self._model_fingerprint = model_fingerprint
+        self._adapter_fingerprints = adapter_fingerprints
         self._asked: dict[str, _Asked] = {}
         self._hashers: dict[_Asked, KeyHasher] = {}
 
@@ -247,8 +291,13 @@ class _Samplings:
         if asked not in self._hashers:
             if len(self._hashers) > BATCH_ROWS:  # each row has settings of its own
                 self._hashers.clear()
+            name = asked.adapter
             self._hashers[asked] = KeyHasher(
-                asked.params, self._model_fingerprint, prompt_logprobs=asked.prompt_logprobs
+                asked.params,
+                self._model_fingerprint,
+                prompt_logprobs=asked.prompt_logprobs,
+                # of one that is not on this machine nothing is stored that could match
+                adapter_fingerprint=name and self._adapter_fingerprints.get(name, UNKNOWN_ADAPTER),
             )
         return self._hashers[asked]
 
@@ -265,8 +314,9 @@ def _asked(row: dict[str, Any]) -> _Asked:
     if "thinking" in values:
         values["thinking"] = ThinkingBudget(**values["thinking"])
     prompt_logprobs = values.pop("prompt_logprobs", False)
+    adapter = values.pop("adapter", None)
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return _Asked(SamplingParams(**values | lists), prompt_logprobs)
+    return _Asked(SamplingParams(**values | lists), prompt_logprobs, adapter)
 
 
 class _PromptBatch:
@@ -362,6 +412,7 @@ class _PromptBatch:
                 params if params.is_greedy else replace(params, seed=first.seed),
                 first.key,
                 asked.prompt_logprobs,
+                adapter=asked.adapter,
                 later_turns=tuple(later),
             )
 
@@ -372,8 +423,10 @@ class _PromptBatch:
         return request_seed(asked.params.seed, self._row_ids[row], sample, turn)
 
 
-def _prompt_batches(prompts: Partition, model_fingerprint: str) -> Iterator[_PromptBatch]:
-    samplings, first = _Samplings(model_fingerprint), 0
+def _prompt_batches(
+    prompts: Partition, model_fingerprint: str, adapter_fingerprints: Mapping[str, str] | None
+) -> Iterator[_PromptBatch]:
+    samplings, first = _Samplings(model_fingerprint, adapter_fingerprints or {}), 0
     for batch in prompts.read(COLUMNS, BATCH_ROWS):
         prompt_batch = _PromptBatch(batch, first, samplings)
         yield prompt_batch

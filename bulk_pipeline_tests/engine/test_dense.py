@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter: install Triton and set TRITON_INTERPRET=1.
 """
 
+import copy
 import itertools
 import os
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from transformers import (  # noqa: E402
 )
 
 from bulk_pipeline.engine import dense, kernels  # noqa: E402
+from bulk_pipeline.engine.adapter_files import resolve_adapter  # noqa: E402
+from bulk_pipeline.engine.adapters import LowRank, read_adapter  # noqa: E402
 from bulk_pipeline.engine.dense import (  # noqa: E402
     DenseLayer,
     DenseModel,
@@ -38,6 +41,7 @@ from bulk_pipeline.engine.dense import (  # noqa: E402
     rows_at_once,
     splits_of,
 )
+from bulk_pipeline_tests.adapters import make_adapter  # noqa: E402
 
 if not HAS_GPU:
     from triton.runtime import interpreter
@@ -619,6 +623,27 @@ class TestDenseModel:
             assert agree(found[row], reference_logits(reference, tokens)[-1])
 
 
+def changes_of(model: Path, seed: int) -> dict[str, LowRank]:
+    folder = make_adapter(model / f"adapter-{seed}", model, seed=seed, rank=3)
+    return read_adapter(resolve_adapter("a", str(folder)))
+
+
+def merged(model: torch.nn.Module, changes: dict[str, LowRank]) -> torch.nn.Module:
+    """A copy of a transformers model with these changes in its weights."""
+    model = copy.deepcopy(model)
+    for name, change in changes.items():
+        weight = model.get_submodule(name).weight.data
+        weight += (change.scale * change.up.float() @ change.down.float()).to(weight)
+    return model
+
+
+def check_logits(model: DenseModel, reference: torch.nn.Module) -> None:
+    row, table = prompts([70])[0], random_table(1, 2)
+    prefill(model, [row[:-1]], [0], table)
+    found = step(model, [row[-1]], [69], table)
+    assert agree(found[0], reference_logits(reference, row)[-1])
+
+
 def load_on_cpu(folder: Path, monkeypatch, quantized: bool):
     """Load exllamav2's modules on the CPU, which its own loader does not do."""
     from bulk_pipeline.engine.folders import readable_by_exllamav2
@@ -677,6 +702,68 @@ class TestTakingOver:
         found = step(found_model, [row[-1]], [69], table)
         assert agree(found[0], reference_logits(reference, row)[-1])
 
+    @pytest.mark.parametrize("kind", ["llama", "qwen2", "groups of 4, biases"])
+    def test_adapters_are_merged_and_the_weights_restored(self, kind, tmp_path, monkeypatch):
+        monkeypatch.setattr(dense, "MERGED_ROWS", 40)  # several pieces of a matrix
+        reference = make_reference(kind)
+        reference.save_pretrained(tmp_path)
+        changes = [changes_of(tmp_path, seed) for seed in (1, 2)]
+        model = DenseModel.from_exllamav2(*load_on_cpu(tmp_path, monkeypatch, True))
+        before = {name: matrix.clone() for name, matrix in model._matrices.items()}
+        places = {name: matrix.data_ptr() for name, matrix in model._matrices.items()}
+        del changes[1]["model.layers.0.self_attn.k_proj"]  # which only the first one changes
+        for change in changes:
+            model.use_adapter(change)
+            check_logits(model, merged(reference, change))
+        model.use_adapter({})
+        for name, matrix in model._matrices.items():
+            assert torch.equal(matrix, before[name])
+            assert matrix.data_ptr() == places[name]
+        check_logits(model, reference)
+
+    def test_a_merge_that_fails_midway_is_undone(self, tmp_path, monkeypatch):
+        make_reference("llama").save_pretrained(tmp_path)
+        change = changes_of(tmp_path, 1)
+        model = DenseModel.from_exllamav2(*load_on_cpu(tmp_path, monkeypatch, True))
+        before = {name: matrix.clone() for name, matrix in model._matrices.items()}
+        merge, merged_so_far = dense._merge, []
+
+        def fail(weight, one) -> None:
+            merge(weight, one)
+            merged_so_far.append(weight)
+            if len(merged_so_far) == 3:
+                raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(dense, "_merge", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model.use_adapter(change)
+        model.use_adapter({})
+        assert all(torch.equal(m, before[name]) for name, m in model._matrices.items())
+
+    def test_exllamav2_adds_adapters_to_its_own_matrices(self, tmp_path, monkeypatch):
+        make_reference("llama").save_pretrained(tmp_path)
+        exllamav2, _ = load_on_cpu(tmp_path, monkeypatch, False)
+        from bulk_pipeline.engine.cuda import CudaModel
+
+        changes = changes_of(tmp_path, 1)
+        model = CudaModel(exllamav2, "model", "float16", "own", 100, None)
+        assert all(map(model.can_change, changes))
+        assert not any(map(model.can_change, ("lm_head", "model.embed_tokens", "model.norm", "x")))
+        linear = exllamav2.modules_dict["model.layers.1.mlp.up_proj"]
+        change = changes["model.layers.1.mlp.up_proj"]
+        hidden = random(3, 64).half()
+        before = linear.forward(hidden)
+        added = hidden.float() @ (change.scale * change.up.float() @ change.down.float()).T
+        for _ in range(2):
+            model.use_adapter(changes)
+            found = linear.forward(hidden, loras=[model._adapter])
+            assert (found - before - added).abs().max() < 0.01 * added.abs().max()
+            assert len(linear.lora_a_tensors) == len(linear.lora_b_tensors) == 1
+        model.use_adapter({})
+        assert model._adapter is None
+        assert not linear.lora_a_tensors
+        assert not linear.lora_b_tensors
+
     def test_the_modules_can_be_kept(self, tmp_path, monkeypatch):
         reference = make_reference("llama")
         reference.save_pretrained(tmp_path)
@@ -732,7 +819,7 @@ def resident_bytes(model: DenseModel) -> int:
     weights = model._weights
     tensors = [weights.embedding, weights.norm, weights.head, *weights.rope]
     for layer in weights.layers:
-        tensors += [getattr(layer, name) for name in layer.__slots__]
+        tensors += [getattr(layer, name) for name in layer.__slots__ if name != "matrices"]
     storages = {t.untyped_storage().data_ptr(): t for t in tensors if t is not None}
     return sum(t.untyped_storage().nbytes() for t in storages.values())
 

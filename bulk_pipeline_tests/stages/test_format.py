@@ -881,6 +881,7 @@ class TestSampling:
             "bad_words": [],
             "banned_strings": [],
             "thinking": None,
+            "adapter": None,
         }
 
     def test_values_are_copied(self, stage: Stage):

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from bulk_pipeline.engine.doctor.report import EndToken, Model, Report, Rope
+from bulk_pipeline.engine.adapter_files import find_adapter, resolve_adapter
+from bulk_pipeline.engine.adapters import base_matrices, check_adapter
+from bulk_pipeline.engine.doctor.report import AdapterInfo, EndToken, Model, Report, Rope
 from bulk_pipeline.engine.folders import (
     Weights,
     check_architecture,
@@ -17,6 +19,8 @@ from bulk_pipeline.engine.folders import (
     translated_config,
 )
 from bulk_pipeline.engine.loading import check_draft
+from bulk_pipeline.engine.model_download import is_model_url
+from bulk_pipeline.engine.model_files import HUB_ID
 from bulk_pipeline.engine.tokenizer import (
     PromptTokenizer,
     check_weights,
@@ -58,8 +62,31 @@ def examine_model(report: Report, settings: GeneratorSettings) -> None:
         model.max_seq_len = _check_for_gpu(report, folder, model, settings)
     else:
         model.max_seq_len = _check_for_cpu(report, folder, config, settings)
+    model.adapters = _examine_adapters(report, folder, settings)
     if settings.draft_model is not None:
         _examine_draft(report, settings.draft_model, model)
+
+
+def _examine_adapters(
+    report: Report, folder: Path, settings: GeneratorSettings
+) -> dict[str, AdapterInfo]:
+    found, matrices = {}, report.tried(base_matrices, folder) or {}
+    for name, where in settings.adapters.items():
+        is_remote = bool(HUB_ID.fullmatch(where)) or is_model_url(where)
+        if is_remote and not Path(where).is_dir() and find_adapter(where) is None:
+            report.note(
+                f"generator.adapters.{name}: {where} is not on this machine; the first run "
+                "downloads it"
+            )
+            continue
+        adapter = report.tried(resolve_adapter, name, where)
+        if adapter is None or not matrices:
+            continue
+        changed = report.tried(check_adapter, adapter, matrices, folder.name)
+        if changed is not None:
+            size = adapter.weights.stat().st_size
+            found[name] = AdapterInfo(max(map(adapter.rank, changed)), len(changed), size)
+    return found
 
 
 def _examine_draft(report: Report, name: str, model: Model) -> None:

@@ -41,6 +41,15 @@ class Rope:
     named_by: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter: its largest rank, the matrices that it changes, and its bytes."""
+
+    rank: int
+    matrices: int
+    num_bytes: int
+
+
 @dataclass(slots=True)
 class Model:
     """What the folder says; None where it does not say, or where the file is not there.
@@ -64,6 +73,7 @@ class Model:
     vocab_size: int
     cache: CacheShape | None
     max_seq_len: int | None = None
+    adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     draft_weights: Weights | None = None
     draft_cache: CacheShape | None = None
 
@@ -186,6 +196,9 @@ def _model_lines(report: Report) -> Iterator[str]:
     scaling = f"scaling {rope.scaling}" if rope.scaling else "no scaling"
     yield _line("rope", f"theta {rope.theta} (from {rope.named_by}), {scaling}")
     yield _line("length", f"{model.max_length} tokens")
+    for name, info in model.adapters.items():
+        size = f"{info.num_bytes / GIB:.3f} GiB"
+        yield _line("adapter", f"{name}: rank {info.rank}, {info.matrices} matrices, {size}")
 
 
 def _fit_lines(report: Report) -> Iterator[str]:
