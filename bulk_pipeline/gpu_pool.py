@@ -8,7 +8,7 @@ killed would hold its slot, and keep everybody waiting, for ever.
 import dagster as dg
 import psutil  # type: ignore[import-untyped]
 
-GPU_POOL = "gpu"  # limited to one in dagster.yaml: two runs never share the GPU
+GPU_POOL = "gpu"  # limited in dagster.yaml to as many steps as have GPUs of their own
 
 
 def release_dead_runs(instance: dg.DagsterInstance) -> list[str]:
@@ -40,6 +40,37 @@ def release_dead_runs(instance: dg.DagsterInstance) -> list[str]:
         storage.free_concurrency_slots_for_run(run_id)
         released.append(run_id)
     return released
+
+
+def pool_problem(instance: dg.DagsterInstance, num_gpus: int, gpus_each: int) -> str | None:
+    """What is wrong with the pool's limit on a machine of so many GPUs, in one line; or None."""
+    fits = num_gpus // gpus_each
+    limit = _limit(instance)
+    if not fits or limit == fits:
+        return None
+    remedy = f"dagster instance concurrency set {GPU_POOL} {fits}"
+    if limit is None:
+        return f"the pool {GPU_POOL} has no limit, which limits nothing; {remedy}"
+    each = f"{num_gpus} GPUs for steps that take {gpus_each}"
+    if limit < fits:
+        idle = num_gpus - limit * gpus_each
+        return (
+            f"the pool {GPU_POOL} lets {limit} at once, and here are {each}: {idle} idle; {remedy}"
+        )
+    return (
+        f"the pool {GPU_POOL} lets {limit} at once, and here are {each}: the others hold a place "
+        f"and wait; {remedy}, unless its steps run on other machines too"
+    )
+
+
+def _limit(instance: dg.DagsterInstance) -> int | None:
+    """How many steps of the pool run at once; None where nothing limits them."""
+    storage = instance.event_log_storage
+    if storage.supports_global_concurrency_limits:
+        for pool in storage.get_pool_limits():
+            if pool.name == GPU_POOL and not pool.from_default:
+                return pool.limit
+    return instance.global_op_concurrency_default_limit
 
 
 def _processes(instance: dg.DagsterInstance, run_id: str) -> dict[int, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from bulk_pipeline.gpu_lock import list_gpus
 from bulk_pipeline.spec import FilesSource
 from bulk_pipeline.stages.formats.openai_batch import COLUMNS, SETTING_COLUMNS
 from bulk_pipeline.stages.partitions import list_files
@@ -67,10 +68,11 @@ def defs() -> dg.Definitions:
     return dg.load_from_defs_folder(project_root=Path(__file__).parent.parent)
 '''
 DAGSTER_YAML = """\
-# One run at a time on the GPU, whoever starts it; runs that died give their place back.
+# One step at a time on the GPU, whoever starts it; runs that died give their place back.
+# The limit is the number of GPUs, each of which takes a step of its own.
 concurrency:
   pools:
-    default_limit: 1
+    default_limit: {num_gpus}
     granularity: op
 run_monitoring:
   enabled: true
@@ -222,7 +224,9 @@ def find_project(folder: Path) -> Project:
             pyproject: PYPROJECT.format(name=PACKAGE.replace("_", "-"), package=PACKAGE),
             package / "__init__.py": "",
             package / "definitions.py": DEFINITIONS,
-            folder / ".dagster_home" / "dagster.yaml": DAGSTER_YAML,
+            folder / ".dagster_home" / "dagster.yaml": DAGSTER_YAML.format(
+                num_gpus=max(len(list_gpus()), 1)
+            ),
         }
         return Project(folder, f"{PACKAGE}.definitions", package / "defs", files)
     settings = tomllib.loads(pyproject.read_text())

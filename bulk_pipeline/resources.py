@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 from pydantic import PrivateAttr
 
-from bulk_pipeline.gpu_lock import hold_gpus, visible_gpus
+from bulk_pipeline.gpu_lock import check_taken, take_gpus
 from bulk_pipeline.spec import GeneratorSettings
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ExLlamaV2Resource(GeneratorSettings, dg.ConfigurableResource):
     def generator(self, dataset: str | None = None) -> "BulkGenerator":
         """The engine; the first call loads the model.
 
-        On a GPU it waits until no other process of this machine holds it.
+        On a GPU it waits until one is free that no other process of this machine holds.
 
         Parameters
         ----------
@@ -56,10 +56,14 @@ class ExLlamaV2Resource(GeneratorSettings, dg.ConfigurableResource):
         from bulk_pipeline.engine.loading import load_generator, resolve_device
 
         if self._generator is None:
+            taken: list[str] = []
             if resolve_device(self) == "cuda":
                 user = f"{self._run} of {dataset}" if dataset else self._run
-                self._gpus.enter_context(hold_gpus(visible_gpus(), user, self.gpu_wait_seconds))
+                take = take_gpus(self.gpu_count, user, self.gpu_wait_seconds)
+                taken = self._gpus.enter_context(take)
             try:
+                if taken:
+                    check_taken(taken)
                 self._generator = load_generator(self)
             except BaseException:
                 self._gpus.close()

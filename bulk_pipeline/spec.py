@@ -285,20 +285,27 @@ class GeneratorSettings(BaseModel):
         multiple_of=PAGE_TOKENS,
         description=f"Most prompt tokens in one forward pass, a multiple of {PAGE_TOKENS}.",
     )
+    gpus: int | None = Field(
+        None,
+        ge=1,
+        description="GPUs that a process takes, of those that it may see and no other process of "
+        "this machine holds; the model is split over them. Default (null): as many as `gpu_split` "
+        "names, all with `tensor_parallel`, else 1.",
+    )
     gpu_split: list[float] | None = Field(
         None,
         description="GiB of weights for each GPU, in order. Default (null): as exllamav2 splits "
-        "them over all visible GPUs.",
+        "them over the GPUs taken.",
     )
     tensor_parallel: bool = Field(
         False,
-        description="Split every layer over all visible GPUs, where it is otherwise placed whole "
+        description="Split every layer over the GPUs taken, where it is otherwise placed whole "
         "on one.",
     )
     gpu_wait_seconds: float | None = Field(
         None,
         ge=0,
-        description="How long to wait for a GPU that another process of this machine holds, "
+        description="How long to wait for GPUs that other processes of this machine hold, "
         "before the step fails. Default (null): for ever.",
     )
     rope_scale: float | None = Field(
@@ -349,10 +356,25 @@ class GeneratorSettings(BaseModel):
         "{support: adapters/support}: a folder as PEFT writes it, a hub id or a URL. Off: empty.",
     )
 
+    @property
+    def gpu_count(self) -> int | None:
+        """How many GPUs a process takes; None: all that it may see."""
+        if self.gpus is not None or self.gpu_split is not None:
+            return self.gpus or len(self.gpu_split or [0])
+        return None if self.tensor_parallel else 1
+
     @field_validator("speculative", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False or value is None else value  # YAML reads off as false
+
+    @model_validator(mode="after")
+    def _a_share_for_each_gpu(self) -> Self:
+        if self.gpus and self.gpu_split is not None and len(self.gpu_split) != self.gpus:
+            raise ValueError(
+                f"gpu_split must name {self.gpus} GPUs, as gpus has it, got {self.gpu_split}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _drafts_in_one_way(self) -> Self:

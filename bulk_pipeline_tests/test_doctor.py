@@ -416,15 +416,17 @@ class TestFit:
         assert report.weights_held == held
         assert f"weights held {held}, batches of up to {report.batch_size}" in str(report)
 
-    def test_memory_of_all_gpus_counts(self, visible_gpu, toy):
+    def test_memory_of_the_gpus_taken_counts(self, visible_gpu, toy):
         one = examine(make_settings(toy), machine=make_machine()).fits[0]
-        two = examine(make_settings(toy), machine=make_machine(gpus=[GPU, GPU])).fits[0]
+        machine = make_machine(gpus=[GPU, GPU])
+        two = examine(make_settings(toy, gpus=2), machine=machine).fits[0]
         assert two.tokens == pytest.approx(2 * one.tokens, rel=1e-4)
+        assert examine(make_settings(toy), machine=machine).fits[0] == one
 
     def test_too_large_a_model_stops_on_a_gpu(self, visible_gpu, toy):
         small = Gpu("small", free=1000, total=2000, capability=(8, 0))
         [text] = problems(examine(make_settings(toy), machine=make_machine(gpus=[small])), True)
-        assert "GiB of GPU memory are free; free some, or use a model of fewer bits" in text
+        assert "GiB of GPU memory are free; free some, raise generator.gpus, or use a" in text
 
     def test_too_large_a_model_stops_on_a_cpu(self, no_gpu, toy):
         [text] = problems(examine(make_settings(toy), machine=make_cpu_machine(memory=1000)), True)
@@ -562,6 +564,21 @@ class TestCommand:
         result = run("--model", str(toy_model(tmp_path / "m", chat_template=None)))
         assert result.exit_code == 0
         assert "note" in result.stdout
+
+    @pytest.mark.parametrize(("limit", "note"), [(1, "1 idle"), (2, "no problems")])
+    def test_the_pool_is_compared_with_the_gpus(
+        self, run, visible_gpu, monkeypatch, tmp_path, limit, note
+    ):
+        machine = make_machine(gpus=[GPU, GPU])
+        monkeypatch.setattr(doctor, "examine_machine", lambda: machine)
+        monkeypatch.setenv("DAGSTER_HOME", str(tmp_path))
+        pools = (
+            f"concurrency: {{pools: {{default_limit: {limit}}}}}\ntelemetry: {{enabled: false}}\n"
+        )
+        (tmp_path / "dagster.yaml").write_text(pools)
+        result = run()
+        assert note in result.stdout
+        assert result.exit_code == 0
 
     def test_unknown_dataset_is_named(self, run):
         result = run("other")

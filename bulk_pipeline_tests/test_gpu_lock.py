@@ -1,6 +1,7 @@
 """The lock on a machine's GPUs: across processes, by UUID, and free when its holder is gone."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import dagster as dg
 import pytest
 import torch
 
-from bulk_pipeline import ExLlamaV2Resource, gpu_lock, resources
+from bulk_pipeline import ExLlamaV2Resource, gpu_lock
 from bulk_pipeline.engine import loading
-from bulk_pipeline.gpu_lock import hold_gpus, visible_gpus
+from bulk_pipeline.gpu_lock import check_taken, hold_gpus, list_gpus, take_gpus, visible_gpus
+from bulk_pipeline.spec import GeneratorSettings
 
 # The module alone, by its path: importing the package takes seconds.
 HOLD = f"""
@@ -27,6 +29,47 @@ with hold_gpus(["one"], "run 7 of tickets", folder=Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
+TAKE = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(gpu_lock.__file__).parent)!r})
+import gpu_lock
+gpu_lock.POLL_SECONDS = 0.01
+folder = Path(sys.argv[1])
+for round in range(int(sys.argv[2])):
+    with gpu_lock.take_gpus(1, "run 7 of tickets", folder=folder) as taken:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(taken)
+        mark = folder / f"used-{{taken[0]}}"
+        mark.touch(exist_ok=False)  # fails if somebody else has it
+        print(*taken, flush=True)
+        if sys.argv[3:]:
+            sys.stdin.read()
+        mark.unlink()
+"""
+H200 = "GPU {index}: NVIDIA H200 (UUID: GPU-{index}aa-bb)"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver that shows three GPUs; its file may be written anew."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpu_lock, "_uses_cuda", lambda: False)
+    path = tmp_path / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    show(path, *(H200.format(index=index) for index in range(3)))
+    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+    return path
+
+
+def show(nvidia_smi: Path, *lines: str) -> None:
+    nvidia_smi.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
+    nvidia_smi.chmod(0o755)
+
+
+def start_taking(folder: Path, rounds: int, *stays: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", TAKE, str(folder), str(rounds), *stays]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 @contextmanager
@@ -123,7 +166,8 @@ def test_the_model_holds_the_gpu_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, is_held: bool
 ) -> None:
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(resources, "visible_gpus", lambda: ["one"])
+    monkeypatch.setattr(gpu_lock, "list_gpus", list)
+    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: ["one"])
     monkeypatch.setattr(loading, "resolve_device", lambda settings: device)
     monkeypatch.setattr(loading, "load_generator", lambda settings: _Engine())
     command = [sys.executable, "-c", HOLD.replace('tickets", ', 'tickets", 0, ')]
@@ -146,7 +190,8 @@ def test_a_model_that_does_not_load_lets_go_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(resources, "visible_gpus", lambda: ["one"])
+    monkeypatch.setattr(gpu_lock, "list_gpus", list)
+    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: ["one"])
     monkeypatch.setattr(loading, "resolve_device", lambda settings: "cuda")
 
     def load(settings: object) -> None:
@@ -157,3 +202,142 @@ def test_a_model_that_does_not_load_lets_go_of_the_gpu(
         ExLlamaV2Resource(model="m").generator()
     with other_process(tmp_path / "bulk_pipeline"):
         pass
+
+
+def test_processes_take_a_gpu_each_and_never_the_same(tmp_path: Path, nvidia_smi: Path) -> None:
+    folder = tmp_path / "locks"
+    processes = [start_taking(folder, 15) for _ in range(6)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 6, outputs
+    taken = [line for output, _ in outputs for line in output.split()]
+    assert len(taken) == 90
+    assert set(taken) == {"GPU-0aa-bb", "GPU-1aa-bb", "GPU-2aa-bb"}
+
+
+def test_a_killed_process_gives_its_gpu_back(tmp_path: Path, nvidia_smi: Path) -> None:
+    folder, others = tmp_path / "locks", []
+    for _ in range(3):
+        others.append(start_taking(folder, 1, "stays"))
+        assert others[-1].stdout is not None
+        assert others[-1].stdout.readline().startswith("GPU-")
+    try:
+        with (
+            pytest.raises(TimeoutError, match="1 of 3 GPUs is held by run 7 of tickets") as error,
+            take_gpus(1, "me", 0, folder),
+        ):
+            pytest.fail("four processes hold three GPUs")
+        assert str(others[0].pid) in str(error.value)
+        others[1].kill()
+        others[1].wait()
+        with take_gpus(1, "me", 0, folder) as taken:
+            assert taken == ["GPU-1aa-bb"]
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def test_two_gpus_are_taken_at_once_or_none(tmp_path: Path, nvidia_smi: Path) -> None:
+    with hold_gpus(["GPU-1aa-bb"], "me", 0, tmp_path), other_process(tmp_path):
+        command = [sys.executable, "-c", TAKE.replace("take_gpus(1", "take_gpus(2")]
+        done = subprocess.run([*command, str(tmp_path), "1"], capture_output=True, text=True)
+        assert done.stdout == "GPU-0aa-bb GPU-2aa-bb\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, [0, 1, 2]),
+        ("1", [1]),
+        ("2,0", [2, 0]),
+        ("GPU-1aa", [1]),
+        (" GPU-2aa-bb , 1", [2, 1]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", [0]),
+        ("GPU-", []),
+    ],
+)
+def test_an_outer_choice_of_gpus_is_heeded(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: list[int]
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert list_gpus() == [f"GPU-{index}aa-bb" for index in gpus]
+
+
+def test_a_gpu_that_is_cut_up_is_its_instances(nvidia_smi: Path) -> None:
+    show(
+        nvidia_smi,
+        H200.format(index=0),
+        "  MIG 1g.18gb     Device  0: (UUID: MIG-11-22)",
+        "  MIG 1g.18gb     Device  1: (UUID: MIG-33-44)",
+    )
+    assert list_gpus() == ["MIG-11-22", "MIG-33-44"]
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo NVIDIA-SMI has failed"])
+def test_without_the_drivers_answer_what_cuda_sees_is_held(
+    tmp_path: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, script: str,
+) -> None:  # fmt: skip
+    nvidia_smi.write_text(f"#!/bin/sh\n{script}\n")
+    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: ["one", "two"])
+    with take_gpus(1, "me", 0, tmp_path) as taken:
+        assert taken == ["one", "two"]
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert "1 to be taken, but this process keeps all 2 that it sees" in caplog.text
+    assert "nvidia-smi does not name them" in caplog.text
+
+
+def test_a_process_that_uses_cuda_keeps_what_it_sees(
+    tmp_path: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_lock, "_uses_cuda", lambda: True)
+    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: ["1aa-bb"])
+    with take_gpus(1, "me", 0, tmp_path) as taken:
+        assert taken == ["1aa-bb"]
+        done = start_taking(tmp_path, 1).communicate()
+        assert done[0] == "GPU-0aa-bb\n"
+    with pytest.raises(ValueError, match="3 to be taken, and this process sees 1"):
+        take_gpus(3, "me", 0, tmp_path).__enter__()
+
+
+def test_more_gpus_than_there_are_is_an_error(
+    tmp_path: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    expected = r"3 to be taken, and this process may use 2 \(CUDA_VISIBLE_DEVICES=0,2\); lower it"
+    with pytest.raises(ValueError, match=expected), take_gpus(3, "me", 0, tmp_path):
+        pass
+    with take_gpus(None, "me", 0, tmp_path) as taken:
+        assert taken == ["GPU-0aa-bb", "GPU-2aa-bb"]
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-0aa-bb,GPU-2aa-bb"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_a_choice_that_came_too_late_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_lock, "visible_gpus", lambda: ["0aa-bb"])
+    check_taken(["GPU-0aa-bb"])
+    with pytest.raises(ValueError, match="GPU-1aa-bb taken, but CUDA sees 0aa-bb, since this"):
+        check_taken(["GPU-1aa-bb"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 1),
+        ({"gpus": 3}, 3),
+        ({"gpu_split": [20, 24]}, 2),
+        ({"tensor_parallel": True}, None),
+        ({"tensor_parallel": True, "gpus": 2}, 2),
+    ],
+    ids=str,
+)
+def test_how_many_gpus_a_model_takes(settings: dict[str, object], count: int | None) -> None:
+    assert GeneratorSettings.model_validate({"model": "m", **settings}).gpu_count == count
+
+
+def test_a_split_names_the_gpus_that_are_taken() -> None:
+    with pytest.raises(ValueError, match=r"gpu_split must name 2 GPUs, as gpus has it, got \[1.0"):
+        GeneratorSettings(model="m", gpus=2, gpu_split=[1, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 from dagster._core.launcher import RunLauncher
 from dagster._serdes import ConfigurableClass
 
-from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
+from bulk_pipeline.gpu_pool import GPU_POOL, pool_problem, release_dead_runs
 
 CLAIM = """
 import os, sys
@@ -113,3 +113,32 @@ class OtherLauncher(RunLauncher, ConfigurableClass):
     @classmethod
     def from_config_value(cls, inst_data, config_value):
         return cls(inst_data)
+
+
+@pytest.mark.parametrize(
+    ("limit", "gpus", "each", "problem"),
+    [
+        (None, 1, 1, None),
+        (None, 4, 1, "lets 1 at once, and here are 4 GPUs for steps that take 1: 3 idle; dagster"),
+        (None, 4, 4, None),
+        (4, 4, 1, None),
+        (2, 4, 2, None),
+        (4, 4, 2, "lets 4 at once, and here are 4 GPUs for steps that take 2: the others hold"),
+        (2, 1, 2, None),  # which the machine itself does not do
+    ],
+)
+def test_a_limit_that_does_not_fit_the_gpus_is_told(home, limit, gpus, each, problem):
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        if limit is not None:
+            instance.event_log_storage.set_concurrency_slots(GPU_POOL, limit)
+        found = pool_problem(instance, gpus, each)
+        assert (problem or "") in (found or "")
+        assert (problem is None) == (found is None), found
+        if found:
+            assert f"dagster instance concurrency set gpu {gpus // each}" in found
+
+
+def test_a_pool_without_a_limit_is_told(tmp_path):
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        assert "the pool gpu has no limit" in (pool_problem(instance, 2, 1) or "")

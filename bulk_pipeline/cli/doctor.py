@@ -1,10 +1,18 @@
 """``bulk-pipeline doctor``."""
 
+import os
+from typing import TYPE_CHECKING
+
 import click
+import dagster as dg
 
 from bulk_pipeline.cli.datasets import find_dataset
 from bulk_pipeline.cli.options import json_option, module_option
+from bulk_pipeline.gpu_pool import pool_problem
 from bulk_pipeline.spec import GeneratorSettings
+
+if TYPE_CHECKING:
+    from bulk_pipeline.engine.doctor import Report
 
 
 @click.command()
@@ -27,6 +35,18 @@ def doctor(module: str, model: str | None, as_json: bool, dataset: str | None) -
     from bulk_pipeline.engine.doctor import examine
 
     report = examine(settings, root)
+    _examine_pool(report, settings)
     click.echo(report.to_json() if as_json else report)
     if report.stops:
         raise click.exceptions.Exit(1)
+
+
+def _examine_pool(report: "Report", settings: GeneratorSettings | None) -> None:
+    """Compare the GPUs with the pool of Dagster's instance, where one is set."""
+    if report.device != "cuda" or not os.environ.get("DAGSTER_HOME"):
+        return
+    num_gpus = len(report.machine.gpus)
+    gpus_each = (settings.gpu_count or num_gpus) if settings else 1
+    with dg.DagsterInstance.get() as instance:
+        if problem := pool_problem(instance, num_gpus, gpus_each):
+            report.note(problem)

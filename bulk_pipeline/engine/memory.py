@@ -42,5 +42,5 @@ def out_of_memory_message(doing: str) -> str:
     return (
         f"out of GPU memory while {doing} ({devices}); lower generator.cache_tokens, "
         f"generator.max_batch_size or generator.max_chunk_size, or set a smaller "
-        f"generator.cache_type"
+        f"generator.cache_type, or take more with generator.gpus"
     )

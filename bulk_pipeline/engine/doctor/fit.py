@@ -2,6 +2,7 @@
 
 import torch
 
+from bulk_pipeline.engine.doctor.machine import Gpu
 from bulk_pipeline.engine.doctor.report import Fit, Report
 from bulk_pipeline.engine.folders import (
     CACHE_BYTES,
@@ -53,13 +54,14 @@ def _fit_on_gpus(
     max_seq_len: int,
 ) -> None:
     assert report.model is not None
-    gpus = report.machine.gpus
+    gpus = _taken(report, settings)
     free = sum(gpu.free for gpu in gpus)
     report.weights_held, weights = _held_weights(report, settings, [part for part, _ in sizes])
     if weights >= free:
         report.note(
             f"generator.model: the weights take {weights / GIB:.2f} GiB, and {free / GIB:.2f} GiB "
-            "of GPU memory are free; free some, or use a model of fewer bits or parameters",
+            "of GPU memory are free; free some, raise generator.gpus, or use a model of fewer bits "
+            "or parameters",
             stops=True,
         )
         return
@@ -79,12 +81,18 @@ def _fit_on_gpus(
         _check_cache(report, report.cache_tokens, a_token, beside, max_seq_len)
 
 
+def _taken(report: Report, settings: GeneratorSettings) -> list[Gpu]:
+    """The GPUs that a process takes, if those with the most free memory are left to it."""
+    gpus = sorted(report.machine.gpus, key=lambda gpu: -gpu.free)
+    return gpus[: settings.gpu_count]
+
+
 def _held_weights(
     report: Report, settings: GeneratorSettings, parts: list[Weights]
 ) -> tuple[str, int]:
     """Say how the weights are held on the GPU, and what they take."""
     assert report.model is not None
-    gpus = report.machine.gpus
+    gpus = _taken(report, settings)
     is_quantized = report.model.quantization in QUANTIZATIONS
     as_stored = sum(part.gpu_bytes for part in parts)
     dense = sum(part.num_parameters for part in parts) * HALF_BYTES
