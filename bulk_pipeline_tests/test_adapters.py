@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bulk_pipeline.engine.adapter_files import adapter_fingerprint, adapter_fingerprints
+from bulk_pipeline.engine.doctor import examine
 from bulk_pipeline.engine.loading import load_generator, settings_fingerprint
 from bulk_pipeline.plan import plan_dataset
 from bulk_pipeline.plan_view import to_json, to_text
-from bulk_pipeline.spec import load_spec
+from bulk_pipeline.spec import GeneratorSettings, load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
@@ -315,3 +316,46 @@ def test_output_has_the_rows_of_all(tmp_path, toy, adapters):
     stages.complete(EchoGenerator())
     join_partition(stages.spec, stages.store, KEY, stages.generator)
     assert [row["tone"] for row in stages.rows(OUTPUT)] == [row["tone"] for row in mixed_rows()]
+
+
+def test_each_turn_of_a_conversation_has_its_rows_adapter(tmp_path, toy, adapters):
+    rows = [{"turns": ["Who?", "And why?"], "tone": name} for name in NAMES]
+    by_column = values(toy, adapters, from_columns={"adapter": "tone"})
+    by_column["prompt"] = {"turns_column": "turns"}
+    assert materialize(tmp_path, toy, rows, **by_column).success
+    found = output(tmp_path)
+    assert [row["turn"] for row in found] == [0, 1] * 4
+    for name in NAMES:
+        folder = tmp_path / str(name)
+        folder.mkdir()
+        alone = values(toy, adapters, adapter=name) | {"prompt": {"turns_column": "turns"}}
+        assert materialize(
+            folder, toy, [row for row in rows if row["tone"] == name], **alone
+        ).success
+        expected = [row["completion"] for row in output(folder)]
+        assert [row["completion"] for row in found if row["tone"] == name] == expected
+
+
+class TestDoctor:
+    def examine(self, toy: Path, adapters: dict[str, str]) -> Any:
+        settings = GeneratorSettings(model=str(toy), device="cpu", adapters=adapters)
+        return examine(settings)
+
+    def test_shows_them(self, toy, adapters):
+        report = self.examine(toy, adapters)
+        assert not report.stops
+        assert "adapter        green: rank 4, 14 matrices, 0.000 GiB" in str(report)
+        assert json.loads(report.to_json())["model"]["adapters"]["red"]["matrices"] == 14
+
+    def test_says_what_would_stop_a_run(self, toy, tmp_path):
+        adapter = make_adapter(tmp_path / "adapter", toy, use_dora=True)
+        report = self.examine(toy, {"mine": str(adapter), "lost": "/no/where"})
+        assert report.stops
+        texts = [problem.text for problem in report.problems if problem.stops]
+        assert any(text.startswith("generator.adapters.mine: it uses DoRA") for text in texts)
+        assert "generator.adapters.lost: no folder /no/where; correct the path" in texts
+
+    def test_downloads_nothing(self, toy):
+        report = self.examine(toy, {"far": "owner/never-published-adapter"})
+        assert not report.stops
+        assert any("generator.adapters.far: owner/nev" in each.text for each in report.problems)
