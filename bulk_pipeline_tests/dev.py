@@ -161,7 +161,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
