@@ -30,7 +30,7 @@ def test_every_field_is_described():
     assert {model.__name__ for model in found} == {
         "BulkInferenceSpec", "FilesSource", "HuggingFaceSource", "PartitionsSpec", "PromptSpec",
         "SamplingSpec", "GeneratorSettings", "OutputSpec", "AutomationSpec",
-        "StructuredOutputSpec", "LoopGuardSpec", "ReasoningSpec",
+        "StructuredOutputSpec", "LoopGuardSpec", "ReasoningSpec", "OpTagsSpec",
     }  # fmt: skip
     for model in found:
         for name, field in model.model_fields.items():
