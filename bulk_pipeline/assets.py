@@ -25,6 +25,8 @@ from bulk_pipeline.store import (
     OUTPUT,
     PROMPTS,
     RAW_DATASET,
+    SLICES,
+    TABLES,
     StageReport,
     Store,
 )
@@ -110,12 +112,16 @@ def build_assets(spec: BulkInferenceSpec, resource_key: str) -> list[dg.AssetsDe
     ]
 
 
-def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str]) -> dict[str, Any]:
+def asset_keys(spec: BulkInferenceSpec, tables: Sequence[str] = TABLES) -> list[dg.AssetKey]:
+    """The assets that make some of the tables."""
+    slices = [SLICES] if spec.partitions.slices > 1 and COMPLETIONS in tables else []
+    return [asset_key(spec, name) for name in (*tables, *slices)]
+
+
+def partition_options(spec: BulkInferenceSpec) -> dict[str, Any]:
+    """What all assets of a dataset have alike."""
     limit = spec.partitions.max_per_run
-    key = asset_key(spec, table)
     return {
-        "key": key,
-        "deps": [asset_key(spec, name) for name in upstream],
         "group_name": spec.name,
         "partitions_def": partitions_definition(spec),
         "backfill_policy": (
@@ -124,6 +130,15 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
         "automation_condition": (
             dg.AutomationCondition.eager() if spec.automation.mode == "conditions" else None
         ),
+    }
+
+
+def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str]) -> dict[str, Any]:
+    key = asset_key(spec, table)
+    return {
+        "key": key,
+        "deps": [asset_key(spec, name) for name in upstream],
+        **partition_options(spec),
         "op_tags": getattr(spec.op_tags, table),
         "check_specs": check_specs(table, key),
         "metadata": {
@@ -211,8 +226,10 @@ def _plan(
 
 
 def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:
+    upstream = [PROMPTS, SLICES] if spec.partitions.slices > 1 else [PROMPTS]
+
     @dg.asset(
-        **_asset_options(spec, COMPLETIONS, [PROMPTS]),
+        **_asset_options(spec, COMPLETIONS, upstream),
         required_resource_keys={resource_key},
         pool=GPU_POOL,
         description="The model's answer to every prompt, sample by sample.",

@@ -11,9 +11,9 @@ from typing import Any
 
 import dagster as dg
 
-from bulk_pipeline.assets import ALL, asset_key, open_store, partitions_definition
+from bulk_pipeline.assets import ALL, asset_key, asset_keys, open_store, partitions_definition
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource
-from bulk_pipeline.store import RAW_DATASET, TABLES, Store
+from bulk_pipeline.store import RAW_DATASET, Store
 
 SYNC_TAG = "bulk_pipeline/sync_partitions"  # marks the jobs that `partitions sync` runs
 STATUS_TAG = "bulk_pipeline/partitions_status"  # marks those that `partitions status` runs
@@ -148,7 +148,7 @@ def build_jobs(spec: BulkInferenceSpec, resource_key: str) -> tuple[list[dg.JobD
 
     assets_job = dg.define_asset_job(
         f"{spec.name}_job",
-        selection=dg.AssetSelection.assets(*(asset_key(spec, table) for table in TABLES)),
+        selection=dg.AssetSelection.assets(*asset_keys(spec)),
         description="Run the dataset's four assets over the chosen partitions.",
     )
     return [sync_job, status_job], assets_job

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from bulk_pipeline.assets import build_assets
 from bulk_pipeline.automation import build_jobs, build_schedule, build_sensor
 from bulk_pipeline.resources import ExLlamaV2Resource
+from bulk_pipeline.slices import build_slices
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 
 
@@ -38,6 +39,8 @@ def build_bulk_inference_defs(
     jobs, assets_job = build_jobs(spec, resource_key)
     raw_dataset, *others = build_assets(spec, resource_key)
     assets = [_after(raw_dataset, spec), *others]
+    if spec.partitions.slices > 1:
+        assets.append(build_slices(spec, resource_key))
     resources = {}
     if spec.generator is not None:
         resources[resource_key] = ExLlamaV2Resource(**spec.generator.model_dump())

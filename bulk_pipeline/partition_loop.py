@@ -109,7 +109,7 @@ def _work_on(
 ) -> Outcome:
     import polars as pl
 
-    failed_before = _failed_earlier_in_run(context, spec)
+    failed_before = failed_earlier_in_run(context, spec)
     outcome = Outcome(
         failed_before={key: failed_before[key] for key in keys if key in failed_before}
     )
@@ -144,8 +144,8 @@ def _work_on(
     return outcome
 
 
-def _failed_earlier_in_run(
-    context: dg.AssetExecutionContext, spec: BulkInferenceSpec
+def failed_earlier_in_run(
+    context: dg.AssetExecutionContext | dg.OpExecutionContext, spec: BulkInferenceSpec
 ) -> dict[str, str]:
     """The partitions that earlier steps of this run recorded as failed, and why."""
     failed: dict[str, str] = {}
@@ -157,8 +157,9 @@ def _failed_earlier_in_run(
         for record in page.records:
             event = record.event_log_entry.dagster_event
             observation = event and event.asset_observation_data.asset_observation
-            is_ours = observation and observation.asset_key.path[0] == spec.name
-            if is_ours and (reason := observation.metadata.get(FAILED)):
+            if observation is None or observation.asset_key.path[0] != spec.name:
+                continue
+            if observation.partition and (reason := observation.metadata.get(FAILED)):
                 failed[observation.partition] = str(reason.value)
         cursor, has_more = page.cursor, page.has_more
     return failed

@@ -103,6 +103,14 @@ class PartitionsSpec(Settings):
         description="Most partitions in one run of a backfill. Default (null): all of them, so "
         "that the model is loaded once.",
     )
+    slices: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Slices in which a partition is answered, each in a step of its own that loads "
+        "the model: for partitions that one GPU takes long for, at most as many as there are GPUs. "
+        "1 to 1024. Off: 1.",
+    )
 
 
 class AutomationSpec(Settings):

@@ -5,12 +5,13 @@ from typing import Any
 
 from bulk_pipeline.plan_view import format_seconds, text_table
 from bulk_pipeline.spec import SamplingSpec
-from bulk_pipeline.stages.progress import is_alive, read_progress
+from bulk_pipeline.stages.progress import add_up, is_alive, read_progress
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
 from bulk_pipeline.store import (
     COMPLETIONS,
     OUTPUT,
     PROMPTS,
+    SLICES,
     TABLES,
     Manifest,
     Store,
@@ -90,7 +91,8 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
         The dataset's; without it, no partition's sampling is compared with it.
     """
     keys = sorted({key for table in TABLES for key in store.partition_keys(table)})
-    found = store.read_many(lambda key: _status(store, key), keys)
+    sliced = set(store.partition_keys(SLICES))
+    found = store.read_many(lambda key: _status(store, key, key in sliced), keys)
     if sampling is None:
         return found
     prompts = (store.partition(PROMPTS, key) for key in keys)
@@ -102,8 +104,13 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
     ]
 
 
-def _status(store: Store, key: str) -> PartitionStatus:
+def _status(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
     progress = read_progress(store.partition(COMPLETIONS, key))
+    if progress is None and is_sliced:
+        records = [record for each in store.slices(key) if (record := read_progress(each))]
+        if records:
+            state = RUNNING if any(map(is_alive, records)) else STOPPED
+            return PartitionStatus(key, state, COMPLETIONS, add_up(records))
     if progress is not None:
         state = RUNNING if is_alive(progress) else STOPPED
         return PartitionStatus(key, state, COMPLETIONS, progress)

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import tempfile
@@ -53,6 +54,7 @@ PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")
 
 RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT = "raw_dataset", "prompts", "completions", "output"
 TABLES = (RAW_DATASET, PROMPTS, COMPLETIONS, OUTPUT)
+SLICES = "slices"  # folder of the slices of completions, beside the tables
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -341,10 +343,22 @@ class Store:
         assert table in TABLES, table
         return Partition(self, table, check_partition_key(key))
 
+    def slice(self, key: str, number: int, of: int) -> "Partition":
+        """One of the slices in which a partition's completions are made, counted from 1."""
+        return Partition(self, COMPLETIONS, check_partition_key(key), f"{number}-of-{of}")
+
+    def slices(self, key: str) -> list["Partition"]:
+        """The slices of a partition's completions that were begun, however it was cut."""
+        names = self._names(f"{SLICES}/{check_partition_key(key)}")
+        return [Partition(self, COMPLETIONS, key, name) for name in names]
+
     def partition_keys(self, table: str) -> list[str]:
         """Keys of the partitions of a table that were begun, sorted."""
+        return self._names(table)
+
+    def _names(self, folder: str) -> list[str]:
         try:
-            folders = self.fs.ls(f"{self.path}/{table}", detail=False)
+            folders = self.fs.ls(f"{self.path}/{folder}", detail=False)
         except FileNotFoundError:
             return []
         names = (folder.rstrip("/").rpartition("/")[2] for folder in folders)
@@ -438,16 +452,22 @@ class DamagedManifestError(ValueError):
 
 
 class Partition:
-    """One partition of one table: read through its manifest, written through `writer`."""
+    """One partition of one table: read through its manifest, written through `writer`.
 
-    def __init__(self, store: Store, table: str, key: str):
-        self.store, self.table, self.key = store, table, key
+    So is a slice of one, in a folder of its own.
+    """
+
+    def __init__(self, store: Store, table: str, key: str, slice_name: str = ""):
+        self.store, self.table, self.key, self.slice_name = store, table, key, slice_name
         self.path = f"{store.path}/{table}/{key}"
+        if slice_name:
+            self.path = f"{store.path}/{SLICES}/{key}/{slice_name}"
 
     @property
     def label(self) -> str:
         """How messages name the partition."""
-        return f"{self.store.dataset}/{self.table}/{self.key}"
+        slice_name = self.slice_name and f" (slice {self.slice_name})"
+        return f"{self.store.dataset}/{self.table}/{self.key}{slice_name}"
 
     def manifest(self) -> Manifest | None:
         """The committed state, or None where nothing was ever written.
@@ -559,6 +579,13 @@ class Partition:
             self.store.fs.rm_file(f"{self.path}/{name}")
         except FileNotFoundError:
             pass
+
+    def delete_all(self) -> None:
+        """Delete the partition with everything in it; nobody may be writing it."""
+        for name in (MANIFEST, *self.file_sizes()):  # what no manifest names does not count
+            self.delete(name)
+        if self.store.is_local:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
     def writer(self) -> Iterator["PartitionWriter"]:

@@ -12,7 +12,7 @@ import click
 import dagster as dg
 import yaml
 
-from bulk_pipeline.assets import asset_key, open_store
+from bulk_pipeline.assets import asset_keys, open_store
 from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges
 from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_specs, load_definitions
 from bulk_pipeline.cli.options import (
@@ -86,7 +86,7 @@ def run(
     check_names([dataset], specs, module)
     job = definitions.resolve_job_def(f"{dataset}_job")
     tables = TABLES[: TABLES.index(until) + 1]
-    assets = [asset_key(specs[dataset], table) for table in tables]
+    assets = asset_keys(specs[dataset], tables)
     is_shown = sys.stderr.isatty()
     config = dict(WARNINGS if is_shown else CONSOLE)
     wanted = {

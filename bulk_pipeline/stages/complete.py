@@ -35,12 +35,17 @@ from bulk_pipeline.stages.stored import (
     ANSWERS,
     MAX_ATTEMPTS,
     Redo,
+    Source,
     StoredAnswers,
     begin_redo,
-    copy_from_others,
+    copy_answers,
+    drop_slices,
     keep_unwanted,
+    other_partitions,
     reasons,
     rows_with_answers,
+    slice_sources,
+    slices_of,
 )
 from bulk_pipeline.stages.wanted import WantedRequest, WantedRequests, key_halves, requests_at
 from bulk_pipeline.store import (
@@ -53,6 +58,7 @@ from bulk_pipeline.store import (
     PartitionWriter,
     StageReport,
     Store,
+    sound_manifest,
 )
 
 AnswerIds = Callable[[Sequence[int], str, Collection[int]], list[int]]  # of `ChatGenerator`
@@ -139,10 +145,11 @@ def complete_partition(
             spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint, adapters
         )
         _check_error_rate(spec, key, job.num_not_ready, job.num_requests)
-        job.plan(redo)
+        job.begin(redo)
+        job.take_from_slices()
+        job.plan(other_partitions(store, key) if not job.is_redo else [])
         progress, file = Progress(key, requests=job.num_to_run), ProgressFile(partition)
-        runs = writer.manifest.meta.get("runs", [])
-        runs = [*runs, *file.take_over(runs)]
+        runs = _runs_so_far(writer, file)
         if job.num_to_run:
             log.info("%s: %d requests to run: %s", key, job.num_to_run, job.reasons)
             _run(job, _PartSink(spec, writer, progress, file, on_progress), get_generator)
@@ -150,6 +157,7 @@ def complete_partition(
         if not job.is_finished():
             job.finish(runs[-MAX_RUNS:])
         file.delete()
+        drop_slices(store, key)
         counts = writer.manifest.meta["status_counts"]
     for problem in writer.lost:
         log.warning("%s; the requests that it answered run again", problem)
@@ -168,6 +176,7 @@ def complete_partition(
                 job.num_requests - job.num_not_ready - job.num_fan_out - job.num_to_run
             ),
             "requests_copied": job.num_copied,
+            **({"requests_from_slices": job.num_sliced} if job.num_sliced else {}),
             "requests_shared": job.num_fan_out,
             "completion_tokens": progress.completion_tokens,
             **(progress.rates() if job.num_to_run else {}),  # nothing would plot as 0
@@ -179,6 +188,85 @@ def complete_partition(
             **{f"status_{status}": counts.get(status, 0) for status in sorted(Status)},
         },
     )
+
+
+def complete_slice(
+    spec: BulkInferenceSpec,
+    store: Store,
+    key: str,
+    number: int,
+    of: int,
+    get_generator: Callable[[], Generator],
+    model_fingerprint: str,
+    cache_tokens: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: log.info("%s", progress),
+    adapters: Mapping[str, str] | None = None,
+) -> StageReport:
+    """Answer one of `of` slices of a partition's requests, beside the completions.
+
+    Slices may be answered at the same time, by any processes. `complete_partition` takes over what
+    they answered, answers what is left, and commits the table.
+
+    Parameters
+    ----------
+    number
+        Of the slice, counted from 1.
+    """
+    prompts = store.partition(PROMPTS, key)
+    prompts_manifest = prompts.complete_manifest()
+    _check_cache(prompts_manifest.meta, cache_tokens)
+    started = time.monotonic()
+    partition = store.slice(key, number, of)
+    with partition.writer() as writer, closing(Journal(partition)) as journal:
+        job = _Job(
+            spec, store, prompts, prompts_manifest, writer, journal, model_fingerprint, adapters
+        )
+        job.wanted.keep_slice(number, of)
+        job.plan(slice_sources(writer))
+        label = f"{key}, slice {number} of {of}"
+        progress, file = Progress(label, requests=job.num_to_run), ProgressFile(partition)
+        runs = _runs_so_far(writer, file)
+        if job.num_to_run:
+            log.info("%s: %d requests to run: %s", label, job.num_to_run, job.reasons)
+            _run(job, _PartSink(spec, writer, progress, file, on_progress), get_generator)
+            runs.append(progress.record())
+        writer.commit(
+            writer.manifest.parts, True, inputs=job.inputs, meta={"runs": runs[-MAX_RUNS:]}
+        )
+    return StageReport(
+        partition=key,
+        rows=writer.manifest.num_rows,
+        path=partition.path,
+        metadata={
+            "requests": int(job.wanted.ready.sum()),
+            "requests_run": job.num_to_run - job.num_left,
+            "requests_copied": job.num_copied,
+            "completion_tokens": progress.completion_tokens,
+            **(progress.rates() if job.num_to_run else {}),
+            "seconds": time.monotonic() - started,
+        },
+    )
+
+
+def begin_slices(store: Store, key: str, redo: Literal["none", "all"] | Collection[str]) -> None:
+    """Begin a redo of a partition before its slices are answered, which then know of it."""
+    if set(redo if not isinstance(redo, str) else [redo]) <= {"none"}:
+        return
+    with store.partition(COMPLETIONS, key).writer() as writer:
+        if begin_redo(writer, redo)[1]:
+            drop_slices(store, key)
+
+
+def _runs_so_far(writer: PartitionWriter, file: ProgressFile) -> list[dict[str, Any]]:
+    """The records of earlier runs, and of those of the slices."""
+    runs = list(writer.manifest.meta.get("runs", []))
+    runs += file.take_over(runs)
+    if not writer.partition.slice_name:
+        for each in writer.partition.store.slices(writer.partition.key):
+            manifest = sound_manifest(each)
+            runs += manifest.meta.get("runs", []) if manifest else []
+            runs += ProgressFile(each).take_over(runs)
+    return list({run["began"]: run for run in runs}.values())
 
 
 _FAILED = (*sorted(NOT_RUN), Status.ERROR)
@@ -261,7 +349,7 @@ class _Job:
         self.leaders = np.zeros(0, np.uint32)
         self.alone = self.given_up = self.leaders
         self.is_left = np.zeros(self.num_requests, bool)
-        self.num_fan_out = self.num_copied = 0
+        self.num_fan_out = self.num_copied = self.num_sliced = 0
         self.attempts = np.zeros(0, np.uint8)
         self.reasons: dict[str, int] = {}
         self._redo: Redo | None = None
@@ -283,20 +371,37 @@ class _Job:
         return len(self.leaders)
 
     @property
+    def is_redo(self) -> bool:
+        """Whether stored answers are being made anew."""
+        return self._redo is not None
+
+    @property
     def num_left(self) -> int:
         """Those of them that did not run."""
         return int(self.is_left.sum())
 
-    def plan(self, redo: Literal["none", "all"] | Collection[str]) -> None:
-        """Find out what has to run, and why."""
+    def begin(self, redo: Literal["none", "all"] | Collection[str]) -> None:
+        """Begin a redo, or go on with one."""
         self._redo, begins = begin_redo(self.writer, redo)
         if begins:
             self.journal.forget(list(self.journal.deaths))
+            drop_slices(self.store, self.writer.partition.key)
+
+    def take_from_slices(self) -> None:
+        """Take over what the slices of the partition answered, and what failed in them."""
+        slices = list(slices_of(self.store, self.writer.partition.key))
+        if slices:
+            self.num_sliced = copy_answers(
+                slices, self.writer, self.wanted, self._answers(), with_errors=True
+            )
+
+    def plan(self, sources: Iterable[Source]) -> None:
+        """Find out what has to run, and why; answers of `sources` are copied."""
         parts_before = self.writer.manifest.stored
         answers = self._answers()
         missing = answers.missing()
-        if missing.any() and self._redo is None:
-            self.num_copied = copy_from_others(self.store, self.writer, self.wanted, answers)
+        if missing.any():
+            self.num_copied = copy_answers(sources, self.writer, self.wanted, answers)
             if self.num_copied:
                 answers = self._answers()
                 missing = answers.missing()
@@ -373,6 +478,7 @@ class _Job:
             and self._redo is None
             and not self.num_to_run
             and not self.num_copied
+            and not self.num_sliced
         )
 
     def finish(self, runs: list[dict[str, Any]]) -> None:

@@ -327,6 +327,17 @@ def is_alive(record: dict[str, Any]) -> bool:
         return False
 
 
+def add_up(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The records of slices of one partition, which are answered at the same time, as one."""
+    together = {name: sum(record.get(name, 0) for record in records) for name in SUMMED}
+    return together | {
+        "requests": sum(record["requests"] for record in records),
+        "seconds": max(record["seconds"] for record in records),
+        "mean_batch": sum(record["mean_batch"] for record in records),
+        "updated": max(record["updated"] for record in records),
+    }
+
+
 def merge_runs(runs: list[dict[str, Any]]) -> dict[str, float]:
     """The numbers of several runs, added up."""
     return {name: sum(run.get(name, 0) for run in runs) for name in SUMMED}

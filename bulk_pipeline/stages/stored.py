@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from bulk_pipeline.stages.wanted import WantedRequests, answers_hash, key_halves
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
+    Manifest,
     Part,
     Partition,
     PartitionWriter,
@@ -67,15 +68,19 @@ def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Re
             f"redo must be none, all or statuses out of {', '.join(statuses)}, "
             f"got {', '.join(sorted(unknown))}"
         )
-    pending = writer.manifest.meta.get("redo")
-    if asked in ((), ("none",)) or (pending and tuple(pending["statuses"]) == asked):
-        if pending is None:
-            return None, False
-        return Redo(tuple(pending["statuses"]), frozenset(pending["parts"])), False
+    pending = pending_redo(writer.manifest)
+    if asked in ((), ("none",)) or (pending and pending.statuses == asked):
+        return pending, False
     parts = [part.name for part in writer.manifest.stored]
     meta = writer.manifest.meta | {"redo": {"statuses": list(asked), "parts": parts}}
     writer.commit(writer.manifest.parts, complete=False, meta=meta)
     return Redo(asked, frozenset(parts)), True
+
+
+def pending_redo(manifest: Manifest) -> Redo | None:
+    """The redo that was begun in a partition and is not finished."""
+    pending = manifest.meta.get("redo")
+    return pending and Redo(tuple(pending["statuses"]), frozenset(pending["parts"]))
 
 
 class StoredAnswers:
@@ -350,32 +355,83 @@ def _with_turns(hashes: np.ndarray, turns: np.ndarray) -> np.ndarray:
     return hashes ^ (turns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def copy_from_others(
-    store: Store, writer: PartitionWriter, wanted: WantedRequests, known: StoredAnswers
-) -> int:
-    """Copy answers to the requests that `known` has none for out of the dataset's other partitions.
+Source = tuple[Partition, Redo | None]  # whose answers may be taken; those of a redo not
 
-    Also out of those that the partitioning no longer has. Holds a batch of rows at a time.
+
+def other_partitions(store: Store, key: str) -> Iterator[Source]:
+    """The dataset's partitions but one, also those that the partitioning no longer has."""
+    for other in store.partition_keys(COMPLETIONS):
+        if other != key:
+            yield store.partition(COMPLETIONS, other), None
+
+
+def slices_of(store: Store, key: str) -> Iterator[Source]:
+    """The slices of a partition."""
+    for each in store.slices(key):
+        yield each, None
+
+
+def slice_sources(writer: PartitionWriter) -> Iterator[Source]:
+    """Where a slice finds answers: the partition itself, its other slices, other partitions."""
+    store, key = writer.partition.store, writer.partition.key
+    whole = store.partition(COMPLETIONS, key)
+    manifest = whole.manifest()
+    redo = pending_redo(manifest) if manifest else None
+    yield whole, redo
+    for each, _ in slices_of(store, key):
+        if each.path != writer.partition.path:
+            yield each, None
+    if redo is None:
+        yield from other_partitions(store, key)
+
+
+def copy_answers(
+    sources: Iterable[Source],
+    writer: PartitionWriter,
+    wanted: WantedRequests,
+    known: StoredAnswers,
+    with_errors: bool = False,
+) -> int:
+    """Copy answers to the requests that `known` has none for; their number.
+
+    Holds a batch of rows at a time.
+
+    Parameters
+    ----------
+    with_errors
+        Whether requests that failed are copied too, so that their attempts count.
     """
-    own, num_copied, missing = writer.partition.key, 0, known.missing()
-    for key in store.partition_keys(COMPLETIONS):
-        if key == own or not missing.any():
-            continue
+    num_copied, missing = 0, known.missing()
+    for other, redo in sources:
+        if not missing.any():
+            break
         try:
-            other = store.partition(COMPLETIONS, key)
             manifest = other.manifest()
             for part in manifest.stored if manifest else []:
                 answers = StoredAnswers(wanted, known)
-                answers.look_into(other, [part])
+                answers.look_into(other, [part], redo)
                 found = missing & answers.is_answered
-                if found.any():
+                copied = missing & (answers.part >= 0) if with_errors else found
+                if copied.any():
                     known = answers
-                    _copy(other, part, writer, np.unique(answers.offset[found]))
+                    _copy(other, part, writer, np.unique(answers.offset[copied]))
                     missing &= ~found
                     num_copied += int(found.sum())
         except (ValueError, FileNotFoundError) as error:  # it is being written, or is damaged
-            log.warning("answers of partition %s are not looked at: %s", key, error)
+            log.warning("answers of partition %s are not looked at: %s", other.label, error)
     return num_copied
+
+
+def drop_slices(store: Store, key: str) -> None:
+    """Delete a partition's slices; one that somebody is writing stays."""
+    for each in store.slices(key):
+        try:
+            with each.writer():
+                pass
+        except RuntimeError as error:
+            log.warning("%s", error)
+            continue
+        each.delete_all()
 
 
 def _copy(other: Partition, part: Part, writer: PartitionWriter, offsets: np.ndarray) -> None:

@@ -155,6 +155,14 @@ class WantedRequests:
     def __len__(self) -> int:
         return len(self.ready)
 
+    def keep_slice(self, number: int, of: int) -> None:
+        """Keep one of `of` slices, counted from 1: other requests are ready no more.
+
+        Conversations stay together, and so do requests that begin alike with equal keys.
+        """
+        opening = self.key_high[np.arange(len(self)) - self.turn]
+        self.ready &= opening % np.uint64(of) == number - 1
+
     def _fill(self, prompts: "_PromptBatch") -> None:
         here = slice(prompts.first, prompts.first + len(prompts.place))
         halves = key_halves(b"".join(prompts.digests()))
