@@ -664,7 +664,7 @@ class Scheduler:
         for place in np.nonzero(self._grammars.advance(slots, ids, ended))[0]:
             row = self._row(slots[place])
             assert row.grammar is not None
-            row.error = row.grammar.error
+            row.error = row.error or row.grammar.error
             row.completed_grammar = ended[place] = True
         looping = self._loops.loops(slots, self._tokens, places) & ~ended
         for slot in slots[looping]:
@@ -781,7 +781,7 @@ class Scheduler:
         for place in self._bans.advance(slots, ids, ended):
             row = self._row(slots[place])
             assert row.bans is not None
-            row.error = row.bans.error
+            row.error = row.error or row.bans.error
             if row.bans.goes_back_to is None:
                 ended[place] = True
             else:

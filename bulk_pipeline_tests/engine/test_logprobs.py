@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bulk_pipeline.engine import logprobs
-from bulk_pipeline.engine.request import Request, Status
+from bulk_pipeline.engine.request import Request, Status, StructuredOutput
 from bulk_pipeline_tests.engine.test_generator import (
     make_generator,
     make_ids,
@@ -298,6 +298,35 @@ class TestOfThePrompt:
         assert found[77].status == Status.ERROR
         assert "not numbers" in found[77].error
         assert np.isfinite(found[76].prompt_logprobs + found[78].prompt_logprobs).all()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"structured": StructuredOutput("choice", '["robot", "poem"]')},
+            {"banned_strings": ("a", "e", "i", "o", "u")},
+        ],
+        ids=["structure", "banned strings"],
+    )
+    def test_that_are_not_numbers_are_an_error_whatever_the_answer_obeys(
+        self, toy_float64, changes
+    ):
+        generator = make_generator(toy_float64)
+        params = make_params(max_new_tokens=24, **changes)
+        [model] = generator._models
+        forward = model.forward_chunk
+
+        def overflowing(input_ids, **kwargs):
+            output = forward(input_ids=input_ids, **kwargs)
+            if "logits" in output:
+                output["logits"] = output["logits"].clone()
+                output["logits"][(input_ids == 77).any(dim=1)] = float("nan")
+            return output
+
+        model.forward_chunk = overflowing
+        request = Request("one", [5, 77, 9], params, prompt_logprobs=True)
+        [completion] = generator.run([request])
+        assert completion.status == Status.ERROR
+        assert "not numbers" in completion.error
 
     def test_count_as_read(self, toy_float64):
         generator = make_generator(toy_float64)
