@@ -426,7 +426,9 @@ class _Job:
         if wanted.num_turns == 1 or not self.is_left.any():
             return np.flatnonzero(self.is_left)
         self._answers_now, self._parts = self._answers(), self.writer.manifest.stored
-        follows = np.concatenate([[False], self._answers_now.is_answered[:-1]])
+        # an answer of before counts for a turn that is still to be made anew, until it is
+        is_settled = self._answers_now.is_answered & ~self.is_left
+        follows = np.concatenate([[False], is_settled[:-1]])
         return np.flatnonzero(self.is_left & (follows | (wanted.turn == 0)))
 
     def requests(

@@ -441,6 +441,20 @@ def test_what_follows_an_answer_that_is_made_anew_is_made_anew(spec, store):
     assert [row["completion"] == "other" for row in rows_of(store)] == [False, False, True, True]
 
 
+def test_turns_after_one_that_another_row_makes_anew_are_asked_in_their_order(spec, store):
+    """What was stored for them follows the new answer too, where that is the old one."""
+    prompts = [
+        make_turns(i, *turns, input_ids=[7, 7]) for i, turns in enumerate([[50], [50, 60, 70]])
+    ]
+    write_prompts(store, prompts)
+    complete(spec, store, ChatGenerator({50: Status.LENGTH}))
+    before = rows_of(store)
+    generator = ChatGenerator({50: Status.LENGTH})
+    complete(spec, store, generator, redo=("length",))
+    assert [request.input_ids[-1] for request in generator.requests] == [50, 60, 70]
+    assert rows_of(store) == before
+
+
 def test_a_turn_that_is_too_long_is_not_tried_again_until_there_is_room(spec, store):
     def write(limit: int) -> None:
         write_prompts(store, [make_turns(0, 50, 60)])
