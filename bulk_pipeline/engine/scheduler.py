@@ -685,22 +685,28 @@ class Scheduler:
         while self._in_flight:  # the last tokens are what to look for
             self._finish_step()
         self._go_back()
-        found = []
-        for slot, drafts in zip(self._active.tolist(), self._who_drafts(drafter), strict=True):
-            context = self._context(slot)
-            found.append(context[-1:])
-            if drafts:
-                # no more than the row may have; a page is not taken for what may be wrong
-                left = self._limits[slot] - self._generated[slot]
-                room = self._room[slot] - self._lengths[slot]
-                guesses = drafter.draft(context, int(min(left, room)) - 1)
-                found[-1] = np.concatenate([context[-1:], guesses])
-                if not len(guesses):
-                    drafter.learn(slot, int(self._generated[slot]), 0)
+        found = list(self._last_ids(self._active)[:, None])
+        for place in np.nonzero(self._who_drafts(drafter))[0].tolist():
+            slot = int(self._active[place])
+            # no more than the row may have; a page is not taken for what may be wrong
+            left = self._limits[slot] - self._generated[slot]
+            room = self._room[slot] - self._lengths[slot]
+            guesses = drafter.draft(self._context(slot), int(min(left, room)) - 1)
+            found[place] = np.concatenate([found[place], guesses])
+            if not len(guesses):
+                drafter.learn(slot, int(self._generated[slot]), 0)
         return found
 
     def _who_drafts(self, drafter: NgramDrafter) -> np.ndarray:
         return drafter.drafting(self._active, self._generated[self._active])
+
+    def _last_ids(self, slots: np.ndarray) -> np.ndarray:
+        """Return the last token that each row has so far, of its answer or its prompt."""
+        generated = self._generated[slots]
+        last = self._tokens[slots, generated - 1]
+        for place in np.nonzero(generated == 0)[0]:
+            last[place] = self._row(slots[place]).request.input_ids[-1]
+        return last
 
     def _context(self, slot: int) -> np.ndarray:
         """Return a row's prompt and all that it generated."""
@@ -747,16 +753,18 @@ class Scheduler:
             self._finish_scores()
         if logprobs is not None:  # rows that ask for them have one token
             self._keep_logprobs(logprobs, owners)
-        ends = zip(tokens, firsts.tolist(), strict=True)
-        accepted = np.array([count_accepted(ids[1:], sampled[first:]) for ids, first in ends])
+        accepted = np.zeros(len(slots), np.int64)
+        drafting = np.nonzero(counts > 1)[0].tolist()
+        for place in drafting:
+            accepted[place] = count_accepted(tokens[place][1:], sampled[firsts[place] :])
         self._advance(slots, accepted + 1, sampled[firsts + accepted])
         self._stats.drafted_tokens += int(counts.sum()) - len(slots)
         self._stats.accepted_tokens += int(accepted.sum())
         self._count_step(len(slots))
         assert self.drafter is not None
-        for slot, count, done, right in zip(slots, counts, generated, accepted, strict=True):
-            if count > 1:
-                self.drafter.learn(slot, int(done + right) + 1, int(right))
+        for place in drafting:
+            right = int(accepted[place])
+            self.drafter.learn(slots[place], int(generated[place]) + right + 1, right)
         for place in range(int(accepted.max()) + 1):
             going_on = (accepted >= place) & (self._serials[slots] == serials)
             self._take(slots[going_on], sampled[firsts[going_on] + place])
@@ -820,8 +828,7 @@ class Scheduler:
             self._loops.enter(row.slot, params.loop_guard, generated)
         if here:
             slots = np.array([row.slot for row in here])
-            last = [int(self._context(row.slot)[-1]) for row in here]
-            self._write_ends(slots, np.array(last, np.int64))
+            self._write_ends(slots, self._last_ids(slots))
             self._set_active(np.concatenate([self._active, np.setdiff1d(slots, self._active)]))
 
     def _keep_logprobs(self, logprobs: StepLogprobs, slots: np.ndarray) -> None:
