@@ -235,6 +235,48 @@ def test_a_run_may_ask_to_redo_answers(spec, tmp_path, redo, requests):
         assert metadata["requests_run"].value == requests
 
 
+def test_slices_leave_out_a_bad_partition(spec, tmp_path):
+    (tmp_path / "rows" / "second.jsonl").write_text('{"text": "torn')
+    defs = build_bulk_inference_defs({**spec, "partitions": {"by": "file", "slices": 2}}, tmp_path)
+    with dg.DagsterInstance.ephemeral() as instance:
+        defs.resolve_job_def("data_sync_partitions").execute_in_process(instance=instance)
+        result = defs.resolve_job_def("data_job").execute_in_process(
+            instance=instance, tags=range_tags(KEYS[0], KEYS[-1]), raise_on_error=False
+        )
+        assert failure(result, "output").startswith("1 of 3 partitions failed: second: ")
+        for table in TABLES:
+            assert materialized(instance, table) == {"first", "third"}, table
+        assert metadata_of_completions(instance, "requests_from_slices") == 3
+        steps = {event.step_key for event in result.all_events if event.is_step_success}
+        answered = {step for step in steps if "answer_slice" in str(step)}
+        assert answered == {
+            f"data__slices.data__answer_slice[{place}_slice_{number}_of_2]"
+            for place in (0, 2)
+            for number in (1, 2)
+        }
+    check_output(tmp_path, ("first", "third"))
+
+
+def test_a_redo_is_made_in_slices(spec, tmp_path):
+    defs = build_bulk_inference_defs({**spec, "partitions": {"by": "none", "slices": 2}}, tmp_path)
+    config = {"ops": {"data__completions": {"config": {"redo": "all"}}}}
+    with dg.DagsterInstance.ephemeral() as instance:
+        for run_config in ({}, config):
+            job = defs.resolve_job_def("data_job")
+            assert job.execute_in_process(
+                run_config, instance=instance, partition_key="all"
+            ).success
+            assert metadata_of_completions(instance, "requests_from_slices") == 9
+            assert metadata_of_completions(instance, "requests_run") == 0
+
+
+def metadata_of_completions(instance: dg.DagsterInstance, name: str) -> Any:
+    latest = instance.fetch_materializations(dg.AssetKey(["data", "completions"]), limit=1)
+    materialization = latest.records[0].asset_materialization
+    assert materialization is not None
+    return materialization.metadata[name].value
+
+
 def test_the_metadata_has_no_noise(spec, tmp_path):
     defs = build_bulk_inference_defs({**spec, "output": {"formats": ["jsonl"]}}, tmp_path)
     with dg.DagsterInstance.ephemeral() as instance:

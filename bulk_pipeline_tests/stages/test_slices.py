@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,10 @@ def no_generator() -> Any:
     raise AssertionError("nothing is left to run")
 
 
-@pytest.fixture
-def spec(tmp_path: Path) -> BulkInferenceSpec:
-    return make_spec(tmp_path)
+@pytest.fixture(params=["local", "object storage"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> BulkInferenceSpec:
+    is_local = request.param == "local"
+    return make_spec(tmp_path if is_local else f"memory://slices-{uuid.uuid4().hex}")
 
 
 @pytest.fixture
@@ -249,7 +251,9 @@ def test_an_error_that_a_slice_repaired_is_none(spec, store):
     assert {row["status"] for row in read_rows(store, COMPLETIONS)} == {"stop"}
 
 
-def test_a_slice_has_one_writer(spec, store):
+def test_a_slice_has_one_writer(tmp_path):
+    spec = make_spec(tmp_path)
+    store = make_store(spec)
     write_prompts(store, [make_prompt(i) for i in range(10)])
     with store.slice(KEY, 1, 2).writer():
         answer(spec, store, 2, 2)
