@@ -25,6 +25,10 @@ POLL_SECONDS = 0.5
 DRIVER_SECONDS = 30  # nvidia-smi can hang where a driver does
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # CUDA reads it once a process, when it is first used
 
+# PyTorch then asks the driver whether there is a GPU. To ask CUDA, as any library may on its
+# import, would fix for this process which GPUs it sees, before one is chosen.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 log = logging.getLogger(__name__)
 
 

@@ -341,3 +341,10 @@ def test_how_many_gpus_a_model_takes(settings: dict[str, object], count: int | N
 def test_a_split_names_the_gpus_that_are_taken() -> None:
     with pytest.raises(ValueError, match=r"gpu_split must name 2 GPUs, as gpus has it, got \[1.0"):
         GeneratorSettings(model="m", gpus=2, gpu_split=[1, 2, 3])
+
+
+def test_to_ask_whether_there_is_a_gpu_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch goes by the driver, from the package's import on."""
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
+    assert loading.resolve_device(GeneratorSettings(model="m")) == "cuda"

@@ -14,6 +14,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import torch
 
 from bulk_pipeline.engine.loading import load_generator, settings_fingerprint
 from bulk_pipeline.gpu_pool import GPU_POOL
@@ -27,6 +28,23 @@ from bulk_pipeline_tests.factories import read_rows
 ROOT = Path(__file__).parent.parent
 NUM_ROWS = 40
 GPUS = ("GPU-aa-11", "GPU-bb-22")
+TAKE = """
+import json, os, sys
+from bulk_pipeline import ExLlamaV2Resource
+from bulk_pipeline.engine.request import Request, SamplingParams
+
+settings = json.loads(sys.argv[1])
+resource = ExLlamaV2Resource(device="cuda", cache_tokens=8192, **settings)
+generator = resource.generator("tickets")
+import torch
+
+params = SamplingParams(temperature=0, max_new_tokens=8)
+[answer] = generator.run([Request(0, list(range(300, 340)), params)])
+taken = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+print(json.dumps([taken, torch.cuda.device_count(), list(answer.token_ids)]), flush=True)
+sys.stdin.read()
+resource.close()
+"""
 DEFINITIONS = """
 import json, os, tempfile, time
 from pathlib import Path
@@ -132,6 +150,75 @@ def stable(store: Store, key: str) -> list[dict[str, Any]]:
 
 def table(project: Path) -> Store:
     return Store(str(project / "data" / "bulk"), "data")
+
+
+@pytest.fixture
+def model() -> str:
+    if "SMOLLM2_EXL2" not in os.environ:
+        pytest.skip("SMOLLM2_EXL2 names no model folder")
+    return os.environ["SMOLLM2_EXL2"]
+
+
+def take(model: str, **settings: Any) -> subprocess.Popen[str]:
+    """A process that takes GPUs, answers, and keeps them until its input ends."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", TAKE, json.dumps({"model": model, **settings})]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def taken_by(process: subprocess.Popen[str]) -> list[Any]:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    return json.loads(line or process.stderr.read())
+
+
+@pytest.mark.gpu
+def test_a_process_sees_the_gpu_that_it_took_and_no_other(model, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    first = take(model)
+    try:
+        taken, count, tokens = taken_by(first)
+        assert (len(taken), count, len(tokens)) == (1, 1, 8)
+        assert taken[0].startswith("GPU-")
+        second = take(model, gpu_wait_seconds=0)
+        _, error = second.communicate(timeout=300)
+        assert second.returncode == 1
+        assert "is held by a script of tickets" in error
+    finally:
+        first.kill()
+        first.communicate()
+    third = take(model, gpu_wait_seconds=0)
+    assert taken_by(third) == [taken, count, tokens]
+    third.communicate("")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_processes_take_a_gpu_each(model, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    processes = [take(model), take(model)]
+    try:
+        (one, _, tokens), (other, _, same) = map(taken_by, processes)
+        assert len(one) == len(other) == 1
+        assert one != other
+        assert tokens == same
+    finally:
+        for process in processes:
+            process.communicate("")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_takes_two_gpus(model, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    process = take(model, gpus=2)
+    taken, count, _ = taken_by(process)
+    process.communicate("")
+    assert len(set(taken)) == count == 2
 
 
 @pytest.mark.slow

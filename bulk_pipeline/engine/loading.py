@@ -7,7 +7,6 @@ imported only once the device is known, because exllamav2's compiled module depe
 import gc
 import importlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import version
@@ -61,8 +60,6 @@ def load_generator(settings: GeneratorSettings) -> "BulkGenerator":
 
 def resolve_device(settings: GeneratorSettings) -> Literal["cpu", "cuda"]:
     """Return where the model runs: `auto` is cuda wherever a GPU is visible."""
-    # By the driver's word: CUDA itself would fix, for this process, which GPUs it sees.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
         raise ValueError(
