@@ -33,7 +33,6 @@ class Inputs:
     completions: float  # around a generator that takes no time
     output: float
     run: float  # Dagster, a run of one partition
-    partition: float  # Dagster, each further partition of a run
     load: float = LOAD_SECONDS
 
     @property
@@ -51,13 +50,11 @@ def read_inputs(workload: str = "mixed", sampling: str = "sampled") -> Inputs:
     gpu = found[-1]
     stages = json.loads((HERE / "bench_pipeline.json").read_text())["runs"][-1]["stages"]
     overhead = json.loads((HERE / "dagster_overhead.json").read_text())
-    one, many = (overhead[name]["seconds"] for name in ("run_of_one", "run_of_many"))
     return Inputs(
         gpu_tokens=round(gpu["tokens_per_second"]),
         row_tokens=round(gpu["completion_tokens"] / gpu["rows"], 1),
         **{name: float(stage["rows_per_second"]) for name, stage in stages.items()},
-        run=round(one, 1),
-        partition=round((many - one) / (overhead["partitions"] - 1), 1),
+        run=round(overhead["run_of_one"]["seconds"], 1),
     )
 
 

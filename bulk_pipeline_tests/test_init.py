@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from bulk_pipeline import scan_table
 from bulk_pipeline.cli import main
-from bulk_pipeline.init import PACKAGE, dataset_name, guess_prompt
+from bulk_pipeline.init import PACKAGE, dataset_name, find_project, guess_prompt
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +220,10 @@ def test_what_cannot_be_set_up_is_one_line(here, arguments, code, message):
     assert result.exit_code == code
     assert message in result.output.splitlines()[-1]
     assert not (here / PACKAGE).exists()
+
+
+@pytest.mark.parametrize(("gpus", "limit"), [([], 1), (["one"], 1), (["one", "two", "three"], 3)])
+def test_a_new_project_lets_a_step_run_on_each_gpu(tmp_path, monkeypatch, gpus, limit):
+    monkeypatch.setattr("bulk_pipeline.init.list_gpus", lambda: gpus)
+    settings = yaml.safe_load(find_project(tmp_path).files[tmp_path / ".dagster_home/dagster.yaml"])
+    assert settings["concurrency"]["pools"] == {"default_limit": limit, "granularity": "op"}

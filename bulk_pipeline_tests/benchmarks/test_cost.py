@@ -9,7 +9,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
 ROWS, GPUS = 10_000_000, [1, 8, 64]
 FREE = Inputs(
     gpu_tokens=1000, row_tokens=100, raw_dataset=1e12, prompts=1e12, completions=1e12, output=1e12,
-    run=0, partition=0, load=0,
+    run=0, load=0,
 )  # fmt: skip
 
 
@@ -17,7 +17,7 @@ def quoted() -> Inputs:
     """The inputs as the page has them."""
     rows = re.findall(r"^\| `(\w+)` \| ([\d.,]+) ", PAGE.read_text(), re.M)
     values = {name: float(value.replace(",", "")) for name, value in rows}
-    return Inputs(**values, partition=0)
+    return Inputs(**values)
 
 
 def test_the_page_has_the_tables_of_its_inputs():
@@ -29,9 +29,8 @@ def test_the_page_has_the_tables_of_its_inputs():
 
 def test_the_page_has_what_was_measured():
     for name in Inputs.__dataclass_fields__:
-        if name != "partition":
-            measured = getattr(read_inputs(), name)
-            assert getattr(quoted(), name) == pytest.approx(measured, rel=0.1), name
+        measured = getattr(read_inputs(), name)
+        assert getattr(quoted(), name) == pytest.approx(measured, rel=0.1), name
 
 
 def test_without_overhead_gpus_share_the_work():
