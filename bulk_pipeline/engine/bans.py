@@ -7,7 +7,7 @@ began, and that token is banned in that place.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,6 +182,7 @@ class RowBans:
         self.goes_back_to: int | None = None
         self.gave_up = False
         self.error: str | None = None
+        self._forced: set[int] = set()  # places whose tokens had to come
 
     @property
     def is_dynamic(self) -> bool:
@@ -210,13 +211,15 @@ class RowBans:
 
     def take(self, token_id: int, is_end: bool) -> bool:
         """Take the next token; say whether the row stops or goes back."""
-        if self.forced_at(len(self.ids)) is None and self._is_banned(token_id):
+        if self.forced_at(len(self.ids)) is not None:
+            self._forced.add(len(self.ids))
+        elif self._is_banned(token_id):
             self.error = NO_TOKEN_LEFT
             return True
         self.ids.append(token_id)
         text = self._text
         if text is not None and not is_end:
-            self.goes_back_to = text.take(self.ids)
+            self.goes_back_to = text.take(self.ids, self._forced)
             self.gave_up = text.rounds >= MAX_ROUNDS
         if self._thoughts is not None and self.goes_back_to is None:
             self._thoughts.follow(self.ids)
@@ -231,6 +234,7 @@ class RowBans:
     def go_back(self) -> None:
         """Forget the tokens from the banned string on."""
         assert self.goes_back_to is not None
+        self._forced = {place for place in self._forced if place < self.goes_back_to}
         del self.ids[self.goes_back_to :]
         self.goes_back_to = None
         if self._text is not None:
@@ -276,8 +280,11 @@ class BannedText:
         self.rounds, self._furthest = 0, 0
         self.has_stop = False
 
-    def take(self, ids: Sequence[int]) -> int | None:
-        """Look at the last of `ids`; return where a banned string begins, None where none does."""
+    def take(self, ids: Sequence[int], forced: Container[int] = ()) -> int | None:
+        """Look at the last of `ids`; return where a banned string begins, None where none does.
+
+        Of one that begins in places that are `forced`: the first place behind them.
+        """
         place, token = len(ids) - 1, ids[-1]
         if token in self._special_ids:
             return None
@@ -288,7 +295,10 @@ class BannedText:
         if not starts:
             self.has_stop = self.has_stop or self._holds_stop()
             return None
-        return self._ban(self._place_of(min(starts)), len(ids))
+        index = self._place_of(min(starts))
+        while self._tail[index][0] in forced and index + 1 < len(self._tail):
+            index += 1
+        return self._ban(index, len(ids))
 
     def _ban(self, index: int, length: int) -> int:
         """Ban the token where the string begins; return its place in the answer."""

@@ -310,6 +310,22 @@ class TestThinkingBudget:
         end = self.marks(tokenizer)
         assert list(found.token_ids[: 6 + len(end)]) == [*without.token_ids, *end]
 
+    def test_a_banned_string_that_begins_in_the_mark_is_taken_back_behind_it(
+        self, generator, tokenizer
+    ):
+        """The mark is put in again wherever the row goes back to."""
+        ids = make_ids(9)
+        free = run_one(generator, ids, max_new_tokens=20, thinking=THOUGHTS)
+        kept = THOUGHTS.tokens + len(self.marks(tokenizer))
+        following = decode(tokenizer, free.token_ids[kept : kept + 2])
+        banned = ("]" + following,)
+        found = run_one(generator, ids, max_new_tokens=20, thinking=THOUGHTS, banned_strings=banned)
+        assert found.status == Status.LENGTH
+        assert len(found.token_ids) == 20
+        assert found.token_ids[:kept] == free.token_ids[:kept]
+        assert found.token_ids[kept] != free.token_ids[kept]
+        assert banned[0] not in found.text
+
 
 class TestRefused:
     @pytest.mark.parametrize(
