@@ -533,6 +533,16 @@ class _Job:
             and following not in self._apart
         )
 
+    def keys_noted_with(self, request: WantedRequest) -> list[str]:
+        """Keys to note with a request that starts, beside its own: those of the turns after it.
+
+        Only where a note takes long, so that the model need not wait for one at every turn.
+        """
+        keys: list[str] = []
+        while self.journal.ahead > 1 and self.goes_on(request.number + len(keys)):
+            keys.append(request.later_turns[request.turn + len(keys)].key)
+        return keys
+
     @cached_property
     def _apart(self) -> frozenset[int]:
         return frozenset([*self.alone.tolist(), *self.given_up.tolist()])
@@ -591,10 +601,15 @@ def _generate(
 ) -> None:
     """Run requests together; the journal knows of each before the engine does."""
     in_flight: dict[int, WantedRequest] = {}
+    noted: set[str] = set()  # keys of turns that are to come
 
     def started(some: list[WantedRequest]) -> Iterator[Request]:
-        job.journal.start(request.key for request in some)
+        if new := [request for request in some if request.key not in noted]:
+            later = [key for request in new for key in job.keys_noted_with(request)]
+            job.journal.start([*(request.key for request in new), *later])
+            noted.update(later)
         for request in some:
+            noted.discard(request.key)
             in_flight[request.number] = request
             yield Request(
                 request.number,
@@ -629,6 +644,10 @@ def _generate(
         request = in_flight.pop(cast(int, completion.request_id))
         job.is_left[request.number] = False
         job.journal.finish(request.key)
+        if completion.status not in ANSWERS:
+            for key in job.keys_noted_with(request):
+                noted.discard(key)
+                job.journal.finish(key)
         attempts = int(job.attempts[request.number]) + 1
         sink.add(request, completion, produced_by[request.adapter], attempts)
 

@@ -1,5 +1,6 @@
 """Rows with several turns: how they are rendered, asked one after another, stored and resumed."""
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from bulk_pipeline.spec import PromptSpec, load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import chat_template_text, format_partition
 from bulk_pipeline.stages.join import join_partition
+from bulk_pipeline.stages.journal import JOURNAL
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
@@ -470,6 +472,29 @@ def test_a_turn_that_is_too_long_is_not_tried_again_until_there_is_room(spec, st
     write(100)
     assert complete(spec, store).metadata["requests_run"] == 2
     assert {row["status"] for row in rows_of(store)} == {"stop"}
+
+
+@pytest.mark.parametrize("status", [Status.STOP, Status.ERROR])
+def test_the_journal_on_object_storage_is_put_once_for_many_turns(status):
+    """Each put takes as long as several steps of the model, which waits for it."""
+    spec = make_spec(Path(), output={"root": f"memory://{uuid.uuid4().hex}"})
+    store = make_store(spec)
+    journals: list[str] = []
+
+    class Looking(ChatGenerator):
+        def _answer(self, request: Request) -> Completion:
+            (path,) = store.fs.glob(f"{store.partition(COMPLETIONS, KEY).path}/*.{JOURNAL}")
+            journals.append(store.fs.cat_file(path).decode())
+            return super()._answer(request)
+
+    prompts = [make_turns(i, 50, 60, input_ids=[7, i]) for i in range(3)]
+    write_prompts(store, prompts)
+    complete(spec, store, Looking({50: status}))
+    assert len(set(journals)) == 1
+    asked = [row["request_key"] for row in rows_of(store) if row["request_key"]]
+    assert len(asked) == len(journals)
+    assert all(f"+{key}\n" in journals[0] for key in asked)
+    assert not store.fs.glob(f"{store.partition(COMPLETIONS, KEY).path}/*.{JOURNAL}")
 
 
 def test_conversations_of_another_partition_are_copied(spec, store):
