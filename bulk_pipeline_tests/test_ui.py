@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from bulk_pipeline import scan_table
-from bulk_pipeline_tests.test_daemon import Dev, dagster_dev, wait_for
+from bulk_pipeline_tests.dev import Dev, dagster_dev, wait_for
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install playwright"

@@ -70,6 +70,8 @@ def examine_model(report: Report, settings: GeneratorSettings) -> None:
 def _examine_adapters(
     report: Report, folder: Path, settings: GeneratorSettings
 ) -> dict[str, AdapterInfo]:
+    if not settings.adapters:
+        return {}
     found, matrices = {}, report.tried(base_matrices, folder) or {}
     for name, where in settings.adapters.items():
         is_remote = bool(HUB_ID.fullmatch(where)) or is_model_url(where)
