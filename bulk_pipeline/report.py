@@ -172,7 +172,7 @@ class _Slowest:
     """The requests that took longest, equal ones once."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[float, int, dict[str, Any]]] = []
+        self._found: list[tuple[float, tuple[int, ...], dict[str, Any]]] = []
         self._keys: set[str] = set()
 
     def look_at(self, batch: pa.RecordBatch) -> None:
@@ -191,7 +191,8 @@ class _Slowest:
         if row["request_key"] in self._keys:
             return
         self._keys.add(row["request_key"])
-        heapq.heappush(self._found, (seconds, row["row_index"], row))
+        place = (row["row_index"], row["sample_index"], row["turn"])  # of this request alone
+        heapq.heappush(self._found, (seconds, place, row))
         if len(self._found) > NUM_SLOWEST:
             self._keys.discard(heapq.heappop(self._found)[2]["request_key"])
 

@@ -422,8 +422,9 @@ class OutputSpec(Settings):
 
     root: str = Field(
         "data/bulk",
-        description="Folder, or URL of object storage (s3://, gs://, az://, memory://), that holds "
-        "all tables of the dataset, under its name. Relative paths start at the project's folder.",
+        description="Folder, or URL of object storage (s3://, gs://, az://), that holds all tables "
+        "of the dataset, under its name. Relative paths start at the project's folder. What is on "
+        "memory:// ends with the process.",
     )
     storage_options: dict[str, Any] = Field(
         default_factory=dict,

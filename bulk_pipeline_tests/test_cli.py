@@ -78,8 +78,12 @@ def test_run_redoes_what_is_asked_for(project):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run", "data"], 2, "data has no partitions; there are none: run partitions sync first"),
-        (["run", "--partition", "nope", "data"], 2, "--partition: data has no nope"),
+        (
+            ["run", "data"],
+            2,
+            "data has no partitions yet; run bulk-pipeline partitions sync data first",
+        ),
+        (["run", "--partition", "nope", "data"], 2, "data has no partitions yet"),
         (["run", "other"], 2, "no dataset other in "),
         (["run", "--redo", "all", "--until", "prompts", "data"], 2, "--redo needs completions"),
         (["plan", "other"], 2, "no dataset other in "),
@@ -94,6 +98,25 @@ def test_what_cannot_be_done_is_one_line(project, arguments, code, message):
     assert found == code
     assert message in output
     assert len(output.strip().splitlines()) == 1
+
+
+def test_run_of_a_partition_that_is_not_there(project):
+    project.call("partitions", "sync", "data")
+    code, output = project.call("run", "--partition", "nope", "data")
+    assert code == 2
+    assert output == "Error: --partition: data has no nope; there are first, second\n"
+
+
+def test_a_run_that_fails_ends_with_the_reason(project):
+    project.call("partitions", "sync", "data")
+    for path in (project.folder / "rows").iterdir():
+        path.write_text('{"other": 1}')
+    code, output = project.call("run", "--partition", "first", "data")
+    assert code == 1
+    lines = output.strip().splitlines()
+    assert lines[-1].startswith("Error: data: the run over first failed: 1 of 1 partitions failed")
+    assert "prompt.column: the source has no column 'text'" in lines[-1]
+    assert "data: 1 partitions: 1 stopped" in lines
 
 
 def test_without_a_home_nothing_is_run(project, monkeypatch):

@@ -519,6 +519,8 @@ class TestCommand:
             "    build_bulk_inference_defs(values('own', **own)),\n"
             "    build_bulk_inference_defs(values('shared', generator_resource='llm')),\n"
             "    build_bulk_inference_defs(values('without', generator_resource='none')),\n"
+            "    build_bulk_inference_defs(values('bad', **own, sampling={\n"
+            "        'structured_output': {'json_schema': {'type': 'strnig'}}})),\n"
             "    dg.Definitions(resources={\n"
             "        'none': dg.ResourceDefinition.hardcoded_resource(1),\n"
             "        'llm': ExLlamaV2Resource(model=dg.EnvVar('DOCTOR_MODEL'))}),\n"
@@ -541,6 +543,11 @@ class TestCommand:
         assert report["model"]["folder"] == str(toy)
         assert report["disk"]["root"] == f"{tmp_path}/tables"
         assert report["cache_tokens"] == (5 if dataset == "own" else 16) * 1024
+
+    def test_a_schema_that_cannot_be_used_stops(self, run):
+        result = run("bad")
+        assert result.exit_code == 1
+        assert "sampling.structured_output.json_schema: cannot be used" in result.stdout
 
     def test_needs_no_dataset(self, run, toy):
         assert "no problems" in run().stdout
@@ -583,7 +590,9 @@ class TestCommand:
     def test_unknown_dataset_is_named(self, run):
         result = run("other")
         assert result.exit_code == 2
-        assert "no dataset other in doctor_defs; there are own, shared, without" in result.output
+        assert (
+            "no dataset other in doctor_defs; there are bad, own, shared, without" in result.output
+        )
 
     def test_a_dataset_without_a_model_is_named(self, run):
         result = run("without")

@@ -132,6 +132,14 @@ def test_each_status_has_samples_with_their_prompts(spec, store):
     assert all(sample["prompt"] == HOSTILE for sample in samples if sample["status"] == "stop")
 
 
+def test_samples_of_a_row_may_take_equally_long(spec, store):
+    complete(spec, store, num_samples=2, sampling={"temperature": 1.0})
+    slowest = report_partition(spec, store, KEY).slowest
+    assert [(row["row_index"], row["sample_index"]) for row in slowest[:3]] == [
+        (19, 0), (19, 1), (18, 0),
+    ]  # fmt: skip
+
+
 def test_equal_requests_are_named_once_among_the_slowest(spec, store):
     complete(spec, store, input_ids=[1, 7])
     assert len(report_partition(spec, store, KEY).slowest) == 1

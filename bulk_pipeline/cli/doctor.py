@@ -33,8 +33,14 @@ def doctor(module: str, model: str | None, as_json: bool, dataset: str | None) -
         settings = GeneratorSettings(**values | {"model": model, "revision": None})
 
     from bulk_pipeline.engine.doctor import examine
+    from bulk_pipeline.stages.structured import check_structured
 
     report = examine(settings, root)
+    if found is not None:
+        try:
+            check_structured(found.spec.sampling.structured_output)
+        except ValueError as error:
+            report.note(f"sampling.{error}", stops=True)
     _examine_pool(report, settings)
     click.echo(report.to_json() if as_json else report)
     if report.stops:

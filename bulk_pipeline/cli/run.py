@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ from bulk_pipeline.cli.options import (
 )
 from bulk_pipeline.progress_view import progress_bar
 from bulk_pipeline.spec import SamplingSpec, change_sampling
-from bulk_pipeline.status import RUNNING, read_status, to_text
+from bulk_pipeline.status import RUNNING, STOPPED, read_status, to_text
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 
 CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
@@ -100,7 +101,7 @@ def run(
         order = _registered_partitions(job, instance, dataset, keys)
         if is_shown:
             stack.enter_context(progress_bar(dataset))
-        failed = []
+        failed, reasons = [], []
         for neighbours in contiguous_ranges(keys or order, order):
             ends = (neighbours[0], neighbours[-1])
             tags = dict(zip(RANGE_TAGS, ends, strict=True))
@@ -108,18 +109,36 @@ def run(
                 config, instance, tags=tags, raise_on_error=False, asset_selection=assets
             )
             if not result.success:
-                failed.append("...".join(ends))
+                failed.append("...".join(dict.fromkeys(ends)))
+                reasons += [reason for reason in _reasons(result) if reason not in reasons]
     statuses = [
-        each
+        # what failed here has this process as its writer, which still lives
+        replace(each, state=STOPPED) if failed and each.state == RUNNING else each
         for each in read_status(open_store(specs[dataset]), specs[dataset].sampling)
         if each.partition in (keys or order)
     ]
     if as_json:
-        click.echo(to_json({"failed": failed, "partitions": [each.to_json() for each in statuses]}))
+        found = [each.to_json() for each in statuses]
+        click.echo(to_json({"failed": failed, "reasons": reasons, "partitions": found}))
     else:
         click.echo(to_text(dataset, statuses))
     if failed:
-        raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed; see above")
+        why = f": {'; '.join(reasons)}" if reasons else "; see above"
+        raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed{why}")
+
+
+def _reasons(result: dg.ExecuteInProcessResult) -> list[str]:
+    """The message of each failed step, as it was raised."""
+    found = []
+    for event in result.filter_events(lambda event: event.is_step_failure):
+        error = event.step_failure_data.error
+        while error is not None and error.cause is not None:
+            error = error.cause
+        if error is not None:
+            name, _, text = error.message.strip().partition(": ")
+            is_class = name.rpartition(".")[2] == error.cls_name
+            found.append(text if is_class else error.message.strip())
+    return found
 
 
 def _sampling_changes(changes: Sequence[str]) -> dict[str, Any]:
@@ -146,11 +165,13 @@ def _registered_partitions(
     """The partitions that Dagster knows, in its order; those of `keys` must be among them."""
     assert job.partitions_def is not None
     registered = list(job.partitions_def.get_partition_keys(dynamic_partitions_store=instance))
-    missing = sorted(set(keys) - set(registered))
-    if missing or not registered:
+    if not registered:
         raise WrongUseError(
-            f"--partition: {dataset} has no {', '.join(missing) or 'partitions'}; there are "
-            f"{', '.join(registered) or 'none: run partitions sync first'}"
+            f"{dataset} has no partitions yet; run bulk-pipeline partitions sync {dataset} first"
+        )
+    if missing := sorted(set(keys) - set(registered)):
+        raise WrongUseError(
+            f"--partition: {dataset} has no {', '.join(missing)}; there are {', '.join(registered)}"
         )
     return registered
 
