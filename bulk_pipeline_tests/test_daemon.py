@@ -24,7 +24,7 @@ from bulk_pipeline_tests.dev import LOCATION, dagster_dev, wait_for
 from bulk_pipeline_tests.factories import EchoGenerator
 
 ROOT = Path(__file__).parent.parent
-LONG_ROWS = 200  # of the partition in which the backfill is stopped
+LONG_ROWS = 500  # of the partition in which the backfill is stopped, while others come
 DATASETS: dict[str, dict[str, Any]] = {
     "stopped": {
         "sampling": {"max_new_tokens": 120, "ignore_eos": True},

@@ -1,3 +1,4 @@
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -556,5 +557,6 @@ class TestAnswerIds:
         ids = AutoTokenizer.from_pretrained(toy_float64).encode(text, split_special_tokens=True)[1:]
         kept = generator.answer_ids(ids, text[:length], [2])
         assert decode(kept) == text[:length]
-        same = sum(1 for a, b in zip(kept, ids, strict=False) if a == b)
+        pairs = zip(kept, ids, strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         assert len(kept) - same <= len(text[:length].encode()) - len(decode(ids[:same]).encode())
