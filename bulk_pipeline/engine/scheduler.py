@@ -598,10 +598,43 @@ class Scheduler:
             self._device_table[index],
             int(self._lengths[slots].max()) + 1,
         )
+        places = self._scheduled[slots]
+        ids, found, logprobs = self._sample(logits, slots, index, places, positions)
+        self._device_ids[index] = ids
+        self._device_lengths[index] = lengths + 1
+        self._device_positions[index] = positions + 1
+        self._in_flight.append(_Step(slots, serials, found, logprobs, self._event()))
+        self._lengths[slots] += 1
+        self._scheduled[slots] += 1
+        self._count_step(len(slots))
+        at_limit = slots[self._scheduled[slots] >= self._limits[slots]]
+        if len(at_limit):
+            self._set_active(self._active[~np.isin(self._active, at_limit)])
+        return True
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        index: torch.Tensor,
+        places: np.ndarray,
+        positions: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, StepLogprobs | None]:
+        """Draw a token for each line of logits, which belong to these slots.
+
+        Parameters
+        ----------
+        index, positions
+            `slots` and `places`, the tokens' places in the answers, on the device.
+
+        Returns
+        -------
+        The tokens, the same on their way to the host with NO_TOKEN where logits are not numbers,
+        and what log-probabilities are asked for.
+        """
         # one column is enough: what is not a number spreads to all logits of a row
         is_broken = logits[:, 0].isnan()
         logprobs = self._logprobs.begin(logits, slots)
-        places = self._scheduled[slots]
         if self._grammars.is_any(slots) or self._bans.needs_tokens(slots, places):
             # a mask needs the tokens before it; the device is busy with the pass meanwhile
             while self._in_flight:
@@ -612,18 +645,7 @@ class Scheduler:
         ids = self._sampler.sample(logits, slots, index, positions)
         if logprobs is not None:
             logprobs.choose(logits, ids)
-        self._device_ids[index] = ids
-        self._device_lengths[index] = lengths + 1
-        self._device_positions[index] = positions + 1
-        ids = download(ids.masked_fill(is_broken, NO_TOKEN))
-        self._in_flight.append(_Step(slots, serials, ids, logprobs, self._event()))
-        self._lengths[slots] += 1
-        self._scheduled[slots] += 1
-        self._count_step(len(slots))
-        at_limit = slots[self._scheduled[slots] >= self._limits[slots]]
-        if len(at_limit):
-            self._set_active(self._active[~np.isin(self._active, at_limit)])
-        return True
+        return ids, download(ids.masked_fill(is_broken, NO_TOKEN)), logprobs
 
     def _finish_step(self) -> None:
         """Read the tokens of the oldest step that was started, and end the rows that ended."""
@@ -736,15 +758,7 @@ class Scheduler:
             int(lengths.max()) + 1,
             counts,
         )
-        is_broken = logits[:, 0].isnan()
-        logprobs = self._logprobs.begin(logits, owners)
-        if self._grammars.is_any(owners):
-            logits = self._grammars.mask(logits, owners)
-        logits = self._bans.edit(logits, owners, positions)
-        found = self._sampler.sample(logits, owners, index, positions_there)
-        if logprobs is not None:
-            logprobs.choose(logits, found)
-        found = download(found.masked_fill(is_broken, NO_TOKEN))
+        _, found, logprobs = self._sample(logits, owners, index, positions, positions_there)
         event = self._event()
         if event is not None:
             event.synchronize()

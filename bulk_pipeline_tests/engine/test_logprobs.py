@@ -39,6 +39,21 @@ def of_answer(table, prompt, ids) -> list[float]:
     return [float(table[start + i, token]) for i, token in enumerate(ids)]
 
 
+def overflow_behind(generator, token_id):
+    """Let the logits of rows with this token be no numbers."""
+    [model] = generator._models
+    forward = model.forward_chunk
+
+    def overflowing(input_ids, **kwargs):
+        output = forward(input_ids=input_ids, **kwargs)
+        if "logits" in output:
+            output["logits"] = output["logits"].clone()
+            output["logits"][(input_ids == token_id).any(dim=1)] = float("nan")
+        return output
+
+    model.forward_chunk = overflowing
+
+
 class TestOfTheAnswer:
     def test_are_the_models_own(self, generator, expected):
         prompt = make_ids(30)
@@ -279,19 +294,9 @@ class TestOfThePrompt:
         found = run_one(generator, [5], max_new_tokens=0)
         assert found.status == Status.INVALID
 
-    def test_that_are_not_numbers_are_an_error_of_that_row_alone(self, toy_float64, monkeypatch):
+    def test_that_are_not_numbers_are_an_error_of_that_row_alone(self, toy_float64):
         generator = make_generator(toy_float64)
-        [model] = generator._models
-        forward = model.forward_chunk
-
-        def overflowing(input_ids, **kwargs):
-            output = forward(input_ids=input_ids, **kwargs)
-            if "logits" in output:
-                output["logits"] = output["logits"].clone()
-                output["logits"][(input_ids == 77).any(dim=1)] = float("nan")
-            return output
-
-        model.forward_chunk = overflowing
+        overflow_behind(generator, 77)
         params = make_params(max_new_tokens=0)
         requests = [Request(i, [5, i, 9], params, prompt_logprobs=True) for i in (76, 77, 78)]
         found = {c.request_id: c for c in generator.run(requests)}
@@ -312,17 +317,7 @@ class TestOfThePrompt:
     ):
         generator = make_generator(toy_float64)
         params = make_params(max_new_tokens=24, **changes)
-        [model] = generator._models
-        forward = model.forward_chunk
-
-        def overflowing(input_ids, **kwargs):
-            output = forward(input_ids=input_ids, **kwargs)
-            if "logits" in output:
-                output["logits"] = output["logits"].clone()
-                output["logits"][(input_ids == 77).any(dim=1)] = float("nan")
-            return output
-
-        model.forward_chunk = overflowing
+        overflow_behind(generator, 77)
         request = Request("one", [5, 77, 9], params, prompt_logprobs=True)
         [completion] = generator.run([request])
         assert completion.status == Status.ERROR
