@@ -149,6 +149,11 @@ def _asset_options(spec: BulkInferenceSpec, table: str, upstream: Sequence[str])
     }
 
 
+def redo_names(redo: str) -> list[str]:
+    """What a run's configuration asks to make anew, name by name."""
+    return [name.strip() for name in redo.split(",")]
+
+
 def _spec_metadata(spec: BulkInferenceSpec) -> ObjectMetadataValue:
     """The settings themselves, for this process; the UI shows the sampling."""
     sampling = spec.sampling.model_dump(mode="json", exclude_unset=True)
@@ -254,7 +259,7 @@ def _completions(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
                 fingerprint,
                 cache_tokens=model.cache_tokens,
                 on_progress=observer(context),
-                redo=[name.strip() for name in config.redo.split(",")],
+                redo=redo_names(config.redo),
                 adapters=adapters,
             )
 

@@ -82,8 +82,7 @@ def run_partitions(
             f"order of registration",
             allow_retries=False,
         )
-    for run_id in release_dead_runs(context.instance):
-        context.log.warning(f"run {run_id} is dead; its place in the pool {GPU_POOL} is free again")
+    warn_of_dead_runs(context)
     outcome = _work_on(context, spec, store, table, keys, work, extra)
     results = run_checks(spec, store, table, [*outcome.done, *outcome.failed_here])
     if not outcome.failed:
@@ -142,6 +141,12 @@ def _work_on(
         )
         outcome.done.append(key)
     return outcome
+
+
+def warn_of_dead_runs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> None:
+    """Free the places that dead runs hold in the pool, and say so in the run's log."""
+    for run_id in release_dead_runs(context.instance):
+        context.log.warning(f"run {run_id} is dead; its place in the pool {GPU_POOL} is free again")
 
 
 def failed_earlier_in_run(

@@ -9,9 +9,9 @@ from typing import Any
 
 import dagster as dg
 
-from bulk_pipeline.assets import asset_key, open_store, partition_options
-from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
-from bulk_pipeline.partition_loop import failed_earlier_in_run
+from bulk_pipeline.assets import asset_key, open_store, partition_options, redo_names
+from bulk_pipeline.gpu_pool import GPU_POOL
+from bulk_pipeline.partition_loop import failed_earlier_in_run, warn_of_dead_runs
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.store import COMPLETIONS, PROMPTS, SLICES
 
@@ -28,8 +28,7 @@ def build_slices(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinit
     def begin(context: dg.OpExecutionContext) -> Any:
         from bulk_pipeline.stages.complete import begin_slices
 
-        for run_id in release_dead_runs(context.instance):
-            context.log.warning(f"run {run_id} is dead; its place in the pool is free again")
+        warn_of_dead_runs(context)
         failed = failed_earlier_in_run(context, spec)
         for place, key in enumerate(sorted(context.partition_keys)):
             if key in failed:
@@ -98,4 +97,4 @@ def _redo_asked(context: dg.OpExecutionContext, spec: BulkInferenceSpec) -> list
     """The redo that the run's configuration asks of the completions."""
     ops: Any = context.run.run_config.get("ops", {})
     config = ops.get(f"{spec.name}__{COMPLETIONS}", {}).get("config", {})
-    return [name.strip() for name in config.get("redo", "none").split(",")]
+    return redo_names(config.get("redo", "none"))

@@ -1,5 +1,6 @@
-"""Fixtures that all tests share: the toy model, the small real one, and an S3 server."""
+"""Fixtures that all tests share: the toy model, the small real ones, and an S3 server."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def smollm2() -> Path:
     from bulk_pipeline.embedded_model import fetch_smollm2
 
     return fetch_smollm2(MODELS / "smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def exl2() -> Path:
+    """Folder of SmolLM2-135M-Instruct in EXL2, for tests on a GPU."""
+    if "SMOLLM2_EXL2" not in os.environ:
+        pytest.skip("SMOLLM2_EXL2 names no model folder")
+    return Path(os.environ["SMOLLM2_EXL2"])
 
 
 @pytest.fixture(scope="session")

@@ -153,10 +153,8 @@ def table(project: Path) -> Store:
 
 
 @pytest.fixture
-def model() -> str:
-    if "SMOLLM2_EXL2" not in os.environ:
-        pytest.skip("SMOLLM2_EXL2 names no model folder")
-    return os.environ["SMOLLM2_EXL2"]
+def model(exl2: Path) -> str:
+    return str(exl2)
 
 
 def take(model: str, **settings: Any) -> subprocess.Popen[str]:

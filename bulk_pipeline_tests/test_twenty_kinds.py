@@ -1,7 +1,6 @@
 """Rows of more than twenty kinds in one batch: each gets what it would have got alone."""
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -164,16 +163,13 @@ def test_with_a_real_model(smollm2):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_on_a_gpu(exl2):
     """float16: a near-tie may fall on the other side; 9 of 10 rows have the same tokens."""
-    if "SMOLLM2_EXL2" not in os.environ:
-        pytest.skip("SMOLLM2_EXL2 names no model folder")
-    folder = Path(os.environ["SMOLLM2_EXL2"])
-    requests = all_kinds(real_prompts(folder), 24)
-    single = make_generator(folder, device="cuda", cache_tokens=8192)
+    requests = all_kinds(real_prompts(exl2), 24)
+    single = make_generator(exl2, device="cuda", cache_tokens=8192)
     alone = answers(single, requests)
     single.close()
-    together = make_generator(folder, device="cuda", max_batch_size=64, cache_tokens=65536)
+    together = make_generator(exl2, device="cuda", max_batch_size=64, cache_tokens=65536)
     found = answers(together, requests)
     together.close()
     check_kinds(found)

@@ -5,7 +5,6 @@ The real quantised model is the folder that the variable SMOLLM2_EXL2 names.
 
 import gc
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -21,13 +20,6 @@ pytestmark = pytest.mark.gpu
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CACHE_TYPES = ["fp16", "q8", "q6", "q4"]
 END = (2,)
-
-
-@pytest.fixture(scope="module")
-def exl2() -> Path:
-    if "SMOLLM2_EXL2" not in os.environ:
-        pytest.skip("SMOLLM2_EXL2 names no model folder")
-    return Path(os.environ["SMOLLM2_EXL2"])
 
 
 @pytest.fixture(scope="module")

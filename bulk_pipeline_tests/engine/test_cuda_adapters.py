@@ -3,7 +3,6 @@
 The real quantised model is the folder that the variable SMOLLM2_EXL2 names.
 """
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ SCORED = SamplingParams(temperature=0.0, max_new_tokens=0)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 HELD = ["quantized", "float16"]  # exllamav2's own modules, and `dense`
 NAMES = [None, "a", "b"]
-
-
-@pytest.fixture(scope="module")
-def exl2() -> Path:
-    if "SMOLLM2_EXL2" not in os.environ:
-        pytest.skip("SMOLLM2_EXL2 names no model folder")
-    return Path(os.environ["SMOLLM2_EXL2"])
 
 
 @pytest.fixture(scope="module")

@@ -829,10 +829,8 @@ class TestExllamav2:
     """A loaded model's weights and cache, taken over."""
 
     @pytest.fixture
-    def exl2(self):
-        if "SMOLLM2_EXL2" not in os.environ:
-            pytest.skip("SMOLLM2_EXL2 names no model folder")
-        return os.environ["SMOLLM2_EXL2"]
+    def exl2(self, exl2):
+        return str(exl2)
 
     def load(self, folder, cache_kind: str = "ExLlamaV2Cache"):
         import exllamav2
