@@ -6,7 +6,9 @@ from typing import Any
 import dagster as dg
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
-from pydantic import BaseModel
+from pydantic import BaseModel, GetJsonSchemaHandler, RootModel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from bulk_pipeline.assets import build_assets
 from bulk_pipeline.automation import build_jobs, build_schedule, build_sensor
@@ -75,6 +77,19 @@ def _after(raw_dataset: dg.AssetsDefinition, spec: BulkInferenceSpec) -> dg.Asse
     return dg.AssetsDefinition(**shown.get_attributes_dict() | {"keys_by_input_name": inputs})
 
 
+class _Attributes(RootModel[dict[str, Any]]):
+    """The attributes of a defs.yaml as they stand there; they are validated once filled in.
+
+    Their schema, for editors and Dagster's documentation, is that of the settings.
+    """
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(BulkInferenceSpec.__pydantic_core_schema__)
+
+
 class BulkInferenceComponent(dg.Component):
     """A dataset put through a language model; its attributes are a `BulkInferenceSpec`."""
 
@@ -84,7 +99,7 @@ class BulkInferenceComponent(dg.Component):
     @classmethod
     def get_model_cls(cls) -> type[BaseModel]:
         """The schema of the YAML's attributes."""
-        return BulkInferenceSpec
+        return _Attributes
 
     @classmethod
     def load(
@@ -94,11 +109,14 @@ class BulkInferenceComponent(dg.Component):
 
         ``prompt.template`` is the row's, and stays as it is.
         """
-        if attributes is None:
+        if not isinstance(attributes, _Attributes):
             raise ValueError("attributes is missing; set name, source, prompt and generator in it")
-        values = attributes.model_dump(exclude_unset=True)
-        template = values["prompt"].pop("template", None)
-        filled = _fill_in(values, dict(context.resolution_context.scope))
+        values, scope = dict(attributes.root), dict(context.resolution_context.scope)
+        prompt, template = values.get("prompt"), None
+        if isinstance(prompt, dict):
+            values["prompt"] = prompt = dict(prompt)
+            template = prompt.pop("template", None)
+        filled = _fill_in(values, scope)
         if template is not None:
             filled["prompt"]["template"] = template
         return cls(load_spec(filled))
@@ -119,9 +137,18 @@ def _fill_in(value: Any, scope: dict[str, Any]) -> Any:
     if isinstance(value, list | tuple):
         return [_fill_in(item, scope) for item in value]
     if isinstance(value, str) and "{{" in value:
-        environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        environment = SandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True, finalize=_something
+        )
         try:
             return environment.from_string(value).render(scope)
         except TemplateError as error:
             raise ValueError(f"cannot fill in {value!r}: {error}; correct it") from None
+    return value
+
+
+def _something(value: Any) -> Any:
+    """What ``{{ ... }}`` gives; Dagster gives None for a variable that is not set."""
+    if value is None:
+        raise TemplateError("it gives nothing")
     return value

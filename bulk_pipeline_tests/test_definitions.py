@@ -159,9 +159,20 @@ def test_the_environment_can_be_used_in_yaml(load_yaml, monkeypatch):
     spec = load_yaml(
         generator={"model": "{{ env.MY_MODEL }}"},
         prompt={"column": "text", "system": "{{ env.MY_TOKENS }} words at most"},
+        sampling={"max_new_tokens": "{{ env.MY_TOKENS }}"},
     )
     assert spec.generator.model == "owner/other"
     assert spec.prompt.system == "77 words at most"
+    assert spec.sampling.max_new_tokens == 77
+
+
+def test_a_variable_that_is_not_set_is_named(load_yaml, monkeypatch):
+    monkeypatch.delenv("MY_ROWS", raising=False)
+    with pytest.raises(Exception, match="loading component") as caught:
+        load_yaml(source={"path": "{{ env.MY_ROWS }}"})
+    assert str(caught.value.__cause__) == (
+        "cannot fill in '{{ env.MY_ROWS }}': it gives nothing; correct it"
+    )
 
 
 @pytest.fixture

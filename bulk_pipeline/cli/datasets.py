@@ -1,8 +1,5 @@
 """The datasets of a module of Dagster definitions: each with its settings, tables and model."""
 
-import importlib
-import os
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,15 +7,10 @@ import click
 import dagster as dg
 
 from bulk_pipeline.assets import SPEC, open_store
+from bulk_pipeline.cli.loading import Loaded, WrongUseError, load_definitions
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
 from bulk_pipeline.store import COMPLETIONS, Store
-
-
-class WrongUseError(click.ClickException):
-    """A command that cannot be meant so; exit code 2."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +22,6 @@ class Dataset:
     settings: GeneratorSettings
 
 
-def load_definitions(module: str) -> dg.Definitions:
-    """The Dagster definitions of a module, by its name.
-
-    Raises
-    ------
-    ClickException
-        One line, if it cannot be imported, raises, or has none.
-    """
-    sys.path.insert(0, os.getcwd())
-    try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise WrongUseError(f"--module: cannot import {module}: {error}") from None
-    found = getattr(loaded, "defs", None)
-    try:
-        definitions = found() if callable(found) else found
-    except Exception as error:  # whatever a user's definitions raise
-        raise click.ClickException(f"--module: {module}: {_root_cause(error)}") from None
-    if not isinstance(definitions, dg.Definitions):
-        raise WrongUseError(f"--module: {module} has no Definitions named defs; name one")
-    return definitions
-
-
 def find_dataset(module: str, name: str) -> Dataset:
     """A dataset by its name, with the model that it runs on.
 
@@ -61,30 +30,46 @@ def find_dataset(module: str, name: str) -> Dataset:
     ClickException
         One line, if there is no such dataset, or its model is not defined.
     """
-    definitions = load_definitions(module)
-    assets = _completions_assets(definitions)
-    check_names([name], assets, module)
+    loaded = load_definitions(module)
+    assets = _completions_assets(loaded.definitions)
+    check_names([name], assets, loaded)
     spec = _spec(assets[name])
-    return Dataset(spec, open_store(spec), _model_settings(definitions, assets[name], name))
+    return Dataset(spec, open_store(spec), _model_settings(loaded.definitions, assets[name], name))
 
 
-def find_specs(module: str) -> dict[str, BulkInferenceSpec]:
-    """The settings of all datasets of a module, by name."""
-    assets = _completions_assets(load_definitions(module))
+def find_specs(module: str, names: Iterable[str]) -> dict[str, BulkInferenceSpec]:
+    """The settings of all datasets of a module, by name; those of `names` must be among them."""
+    loaded = load_definitions(module)
+    specs = specs_in(loaded.definitions)
+    check_names(names, specs, loaded)
+    return specs
+
+
+def specs_in(definitions: dg.Definitions) -> dict[str, BulkInferenceSpec]:
+    """The settings of all datasets in some definitions, by name."""
+    assets = _completions_assets(definitions)
     return {name: _spec(asset) for name, asset in sorted(assets.items())}
 
 
-def tagged_jobs(module: str, tag: str) -> dict[str, dg.JobDefinition]:
+def tagged_jobs(definitions: dg.Definitions, tag: str) -> dict[str, dg.JobDefinition]:
     """The jobs that carry a tag, by its value: the dataset's name."""
-    jobs = load_definitions(module).resolve_all_job_defs()
+    jobs = definitions.resolve_all_job_defs()
     return {job.tags[tag]: job for job in jobs if tag in job.tags}
 
 
-def check_names(asked: Iterable[str], known: Mapping[str, object], module: str) -> None:
-    """Raise a one-line error that names the datasets there are, if one asked for is not."""
-    if unknown := [name for name in asked if name not in known]:
+def check_names(asked: Iterable[str], known: Mapping[str, object], loaded: Loaded) -> None:
+    """Raise a one-line error if a dataset asked for is not there; warn of other bad files.
+
+    The error says what is wrong with the dataset's file, or names the datasets there are.
+    """
+    unknown = [name for name in asked if name not in known]
+    if bad := [loaded.bad[name] for name in unknown if name in loaded.bad]:
+        raise click.ClickException("\n".join(bad))
+    for problem in loaded.bad.values():
+        click.echo(f"left out: {problem}", err=True)
+    if unknown:
         raise WrongUseError(
-            f"no dataset {', '.join(unknown)} in {module}; there are "
+            f"no dataset {', '.join(unknown)} in {loaded.module}; there are "
             f"{', '.join(sorted(known)) or 'none'}"
         )
 
@@ -122,10 +107,3 @@ def _model_settings(
         f"{name}: no ExLlamaV2Resource among its resources ({', '.join(sorted(resources))}); "
         "add one to the definitions under its generator_resource"
     )
-
-
-def _root_cause(error: BaseException) -> str:
-    """The message at the bottom of a chain of exceptions, without Dagster's frames around it."""
-    while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        error = cause
-    return str(error) or repr(error)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bulk_pipeline.cli.datasets import WrongUseError
+from bulk_pipeline.cli.loading import WrongUseError
 from bulk_pipeline.init import (
     Look,
     Project,

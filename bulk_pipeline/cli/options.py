@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from bulk_pipeline.cli.datasets import WrongUseError
+from bulk_pipeline.cli.loading import WrongUseError
 
 
 def _project_module() -> str:

@@ -7,6 +7,7 @@ import dagster as dg
 
 from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
 from bulk_pipeline.cli.datasets import check_names, tagged_jobs
+from bulk_pipeline.cli.loading import load_definitions
 from bulk_pipeline.cli.options import json_option, module_option, need_home, to_json
 from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
 
@@ -24,8 +25,9 @@ def partitions() -> None:
 def sync(module: str, datasets: Sequence[str]) -> None:
     """Register the sources' partitions with Dagster; of all datasets, or of those named."""
     need_home("nothing would remember the partitions")
-    jobs = tagged_jobs(module, SYNC_TAG)
-    check_names(datasets, jobs, module)
+    loaded = load_definitions(module)
+    jobs = tagged_jobs(loaded.definitions, SYNC_TAG)
+    check_names(datasets, jobs, loaded)
     problems = []
     with dg.DagsterInstance.get() as instance:
         for run_id in release_dead_runs(instance):
@@ -40,6 +42,8 @@ def sync(module: str, datasets: Sequence[str]) -> None:
             click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
     if problems:
         raise click.ClickException("\n".join(problems))
+    if loaded.bad and not datasets:
+        raise click.exceptions.Exit(1)
 
 
 @partitions.command("status")
@@ -48,8 +52,9 @@ def sync(module: str, datasets: Sequence[str]) -> None:
 @click.argument("datasets", nargs=-1)
 def partitions_status(module: str, as_json: bool, datasets: Sequence[str]) -> None:
     """Tell what is missing or stale, and why; of all datasets, or of those named."""
-    jobs, states = tagged_jobs(module, STATUS_TAG), {}
-    check_names(datasets, jobs, module)
+    loaded, states = load_definitions(module), {}
+    jobs = tagged_jobs(loaded.definitions, STATUS_TAG)
+    check_names(datasets, jobs, loaded)
     for name in datasets or sorted(jobs):
         try:
             result = jobs[name].execute_in_process(QUIET)

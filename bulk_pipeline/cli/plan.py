@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from bulk_pipeline.charts import Chart, to_png, to_svg
-from bulk_pipeline.cli.datasets import WrongUseError, find_dataset
+from bulk_pipeline.cli.datasets import find_dataset
+from bulk_pipeline.cli.loading import WrongUseError
 from bulk_pipeline.cli.options import (
     json_option,
     module_option,

@@ -9,7 +9,8 @@ import click
 import polars as pl
 
 from bulk_pipeline.assets import open_store
-from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_dataset, find_specs
+from bulk_pipeline.cli.datasets import find_dataset, find_specs
+from bulk_pipeline.cli.loading import WrongUseError
 from bulk_pipeline.cli.options import (
     check_partitions,
     json_option,
@@ -57,8 +58,7 @@ def report(
 
     if out is not None and out.suffix not in report_view.FORMATS:
         raise WrongUseError(f"--out must end in .html, .md or .json, got {out}")
-    specs = find_specs(module)
-    check_names([dataset], specs, module)
+    specs = find_specs(module, [dataset])
     spec, store = specs[dataset], open_store(specs[dataset])
     check_partitions(dataset, keys, store.partition_keys(COMPLETIONS))
     try:
@@ -136,8 +136,7 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
 
     And how many rows ended how, and where the table is.
     """
-    specs = find_specs(module)
-    check_names([dataset], specs, module)
+    specs = find_specs(module, [dataset])
     output = specs[dataset].output
     try:
         table = scan_table(output.root, dataset, storage_options=output.storage_options).collect()

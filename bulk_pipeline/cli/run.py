@@ -15,7 +15,8 @@ import yaml
 
 from bulk_pipeline.assets import asset_keys, open_store
 from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges
-from bulk_pipeline.cli.datasets import WrongUseError, check_names, find_specs, load_definitions
+from bulk_pipeline.cli.datasets import check_names, find_specs, specs_in
+from bulk_pipeline.cli.loading import WrongUseError, load_definitions
 from bulk_pipeline.cli.options import (
     json_option,
     module_option,
@@ -82,10 +83,10 @@ def run(
         )
     sampling = _sampling_changes(changes)
     need_home("nothing would remember the run")
-    definitions = load_definitions(module)
-    specs = find_specs(module)
-    check_names([dataset], specs, module)
-    job = definitions.resolve_job_def(f"{dataset}_job")
+    loaded = load_definitions(module)
+    specs = specs_in(loaded.definitions)
+    check_names([dataset], specs, loaded)
+    job = loaded.definitions.resolve_job_def(f"{dataset}_job")
     tables = TABLES[: TABLES.index(until) + 1]
     assets = asset_keys(specs[dataset], tables)
     is_shown = sys.stderr.isatty()
@@ -197,8 +198,7 @@ def status(
     the tables' folder alone: Dagster is not asked, and the run is not slowed. With --follow
     --json each look is a line.
     """
-    specs = find_specs(module)
-    check_names(datasets, specs, module)
+    specs = find_specs(module, datasets)
     stores = {name: open_store(specs[name]) for name in datasets or specs}
     while True:
         found = {name: read_status(store, specs[name].sampling) for name, store in stores.items()}
