@@ -155,6 +155,7 @@ class BulkGenerator:
             self._running = False
             self._finished.clear()
             self._held.clear()
+            self._grammars.stop()
             if self._loop is not None and self._loop.num_rows:
                 self._loop.forget()
 
@@ -180,6 +181,7 @@ class BulkGenerator:
     def close(self) -> None:
         """Free the model and the cache; the generator cannot be used afterwards."""
         self._loop = None
+        self._grammars.stop()
         for model in self._models:
             close = getattr(model, "close", None) or getattr(model, "unload", None)
             if close is not None:
@@ -280,9 +282,7 @@ class BulkGenerator:
             return problem
         if problem := self._adapters.problem_with(request.adapter):
             return problem
-        if params.has_bans and (problem := self._bans.problem_with(params)):
-            return problem
-        return self._grammars.problem_with(params.structured) if params.structured else None
+        return self._bans.problem_with(params) if params.has_bans else None
 
     def _row(self, request: Request) -> Row:
         params = request.sampling
@@ -323,7 +323,7 @@ def _completion(row: Row, decoder: Decoder) -> Completion:
     if row.error is not None:
         return Completion(
             row.request.request_id,
-            Status.ERROR,
+            Status.ERROR if row.started is not None else Status.INVALID,
             prompt_tokens=len(row.request.input_ids),
             error=row.error,
         )

@@ -356,6 +356,9 @@ class Scheduler:
             group.sort(key=lambda row: -len(row.context))
         ordered = sorted(groups.values(), key=lambda group: -len(group[0].context))
         ready = [row for group in ordered for row in group]
+        for row in ready:
+            if row.grammar is not None:
+                row.grammar.prepare()
         if first:
             self._waiting.extendleft(reversed(ready))
         else:
@@ -414,6 +417,10 @@ class Scheduler:
             budget -= self._schedule(row, budget, parts)
         while budget > 0 and self._waiting and self._free_slots:
             row = self._waiting[0]
+            if row.grammar is not None and (problem := row.grammar.begin()):
+                row.error = problem
+                self._on_finish(self._waiting.popleft())
+                continue
             if not self._admit(row, copies, has_parts=bool(parts)):
                 break
             self._waiting.popleft()

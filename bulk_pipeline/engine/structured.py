@@ -10,7 +10,9 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from bulk_pipeline.engine.request import SamplingParams, StructuredOutput
 from bulk_pipeline.engine.sampling_slots import upload
 
 BITS = 32
-KEPT_GRAMMARS = 1024  # compiled ones, the longest unused dropped first
+KEPT_COPIES = 1024  # compiled grammars, those that were unused for longest dropped first
+MAX_THREADS = 8  # that compile grammars
 MAX_COPIES = 32  # of a compiled grammar; as many threads llguidance's executor has at most
 # No white space but a space after a colon or comma, as most JSON is written: where there may be
 # any, a model can go on with it for ever. A schema's own "x-guidance" takes precedence.
@@ -40,6 +43,8 @@ class RowGrammar:
 
     Attributes
     ----------
+    matcher
+        Follows the row's tokens; there after `begin`, as all below.
     copy
         Number of the compiled grammar that this one shares its lexer with: one thread at a time
         works on it.
@@ -47,14 +52,43 @@ class RowGrammar:
         Tokens that may end the answer where the grammar allows an end.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, copy: int, tokenizer: LLTokenizer, end_ids: Sequence[int]
-    ) -> None:
-        self.matcher = matcher
-        self.copy = copy
+    matcher: LLMatcher
+    copy: int
+    eos_id: int
+    num_words: int
+    end_ids: np.ndarray
+
+    def __init__(self, grammars: "Grammars", structured: StructuredOutput, ends: list[int]) -> None:
+        self._grammars, self._structured, self._ends = grammars, structured, ends
+        self._compiled: _Copy | None = None
+        self._has_begun = False
+
+    def prepare(self) -> None:
+        """Let the grammar be compiled while the row waits."""
+        if self._compiled is None:
+            self._compiled = self._grammars.compile(self._structured)
+
+    def begin(self) -> str | None:
+        """Go to the beginning of the grammar, unless done before; wait until it is compiled.
+
+        Returns
+        -------
+        Why no answer can follow it, in one line; None where one can.
+        """
+        if self._has_begun:
+            return None
+        self.prepare()
+        assert self._compiled is not None
+        compiled, self.copy = self._compiled.matcher.result(), self._compiled.number
+        if isinstance(compiled, str):
+            return compiled
+        tokenizer = self._grammars.tokenizer
+        self.matcher = compiled.deep_copy()
         self.eos_id = tokenizer.eos_token
         self.num_words = -(-tokenizer.vocab_size // BITS)
-        self.end_ids = np.array(end_ids or [self.eos_id], np.int64)
+        self.end_ids = np.array(self._ends or [self.eos_id], np.int64)
+        self._has_begun = True
+        return None
 
     @property
     def error(self) -> str | None:
@@ -64,24 +98,32 @@ class RowGrammar:
         return NO_TOKEN_LEFT.format(one_line(self.matcher.get_error()))
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A grammar compiled for one thread, or on its way: what rows start from, or what is wrong."""
+
+    matcher: "Future[LLMatcher | str]"
+    number: int
+
+
 @dataclass(slots=True)
-class _Compiled:
+class _Copies:
     """A grammar, compiled once for each thread that may work on it, as far as rows came.
 
     Attributes
     ----------
-    copies
-        Matchers that rows start from, each with its number.
     num_rows
         Rows that started so far.
     """
 
-    copies: list[tuple[LLMatcher, int]]
+    copies: list[_Copy] = field(default_factory=list)
     num_rows: int = 0
 
 
 class Grammars:
     """Compiles grammars for one tokenizer, each at most once for every processor.
+
+    It does so in threads of its own, while rows wait for their turn and the device is busy.
 
     Parameters
     ----------
@@ -93,64 +135,70 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._tokenizer: LLTokenizer | None = None  # takes a moment, and few need it
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[StructuredOutput, _Compiled | str] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, _Copies] = OrderedDict()
+        self._num_kept = 0
         self._max_copies = min(len(os.sched_getaffinity(0)), MAX_COPIES)
-        self._num_copies = itertools.count()
-
-    def problem_with(self, structured: StructuredOutput) -> str | None:
-        """Say in one line why answers cannot follow this grammar; None if they can."""
-        compiled = self._compile(structured)
-        return compiled if isinstance(compiled, str) else None
+        self._numbers = itertools.count()
+        self._threads: ThreadPoolExecutor | None = None
 
     def start(self, params: SamplingParams) -> RowGrammar | None:
-        """Return the beginning of the row's grammar; None where it has none."""
+        """Return a row's grammar, for it to begin when its turn comes; None where it has none."""
         if params.structured is None:
             return None
-        compiled = self._compile(params.structured)
-        assert not isinstance(compiled, str)
-        assert self._tokenizer is not None
-        place = compiled.num_rows % self._max_copies
-        if place == len(compiled.copies):
-            compiled.copies.append(self._compile_once(params.structured))
-        compiled.num_rows += 1
-        matcher, copy = compiled.copies[place]
         ends = [i for i in params.stop_token_ids if 0 <= i < self._vocab_size]
-        return RowGrammar(matcher.deep_copy(), copy, self._tokenizer, ends)
+        return RowGrammar(self, params.structured, ends)
 
-    def _compile(self, structured: StructuredOutput) -> _Compiled | str:
-        """Return what rows start from, or the problem in one line."""
-        found = self._compiled.get(structured)
-        if found is None:
-            try:
-                first = self._compile_once(structured)
-                reason = first[0].get_error()
-                found = _Compiled([first])
-            except ValueError as error:
-                reason = str(error)
-            if reason:
-                found = (
-                    f"sampling.structured_output.{structured.kind}: cannot be used "
-                    f"({one_line(reason)}); correct it"
-                )
-            assert found is not None
-            self._compiled[structured] = found
-            if len(self._compiled) > KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
+    def compile(self, structured: StructuredOutput) -> _Copy:
+        """Return what a row starts from; it may be on its way still."""
+        found = self._compiled.setdefault(structured, _Copies())
         self._compiled.move_to_end(structured)
-        return found
+        place = found.num_rows % self._max_copies
+        found.num_rows += 1
+        if place == len(found.copies):
+            if self._threads is None:
+                num_threads = min(self._max_copies, MAX_THREADS)
+                self._threads = ThreadPoolExecutor(num_threads, "compile-grammar")
+            matcher = self._threads.submit(self._compile, structured, self.tokenizer)
+            found.copies.append(_Copy(matcher, next(self._numbers)))
+            self._num_kept += 1
+            while self._num_kept > KEPT_COPIES:
+                self._drop(next(iter(self._compiled)))
+        return found.copies[place]
 
-    def _compile_once(self, structured: StructuredOutput) -> tuple[LLMatcher, int]:
-        grammar = grammar_of(structured)
-        matcher = LLMatcher(self._ll_tokenizer(), grammar, log_level=0, limits=self._limits)
-        return matcher, next(self._num_copies)
+    def stop(self) -> None:
+        """End the threads after what they are at; what is compiled stays for other rows."""
+        if self._threads is None:
+            return
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads = None
+        for structured, found in list(self._compiled.items()):
+            if any(one.matcher.cancelled() or not one.matcher.done() for one in found.copies):
+                self._drop(structured)
 
-    def _ll_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            size = max(self._vocab_size, len(self._hf_tokenizer))
-            self._tokenizer = from_tokenizer(self._hf_tokenizer, n_vocab=size)
-        return self._tokenizer
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """As llguidance has it; that takes a moment, and few need it."""
+        size = max(self._vocab_size, len(self._hf_tokenizer))
+        return from_tokenizer(self._hf_tokenizer, n_vocab=size)
+
+    def _drop(self, structured: StructuredOutput) -> None:
+        self._num_kept -= len(self._compiled.pop(structured).copies)
+
+    def _compile(self, structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher | str:
+        """Return what rows start from, or the problem in one line."""
+        try:
+            grammar = grammar_of(structured)
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+            reason = matcher.get_error()
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            return (
+                f"sampling.structured_output.{structured.kind}: cannot be used "
+                f"({one_line(reason)}); correct it"
+            )
+        return matcher
 
 
 class GrammarSlots:

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import threading
 from dataclasses import replace
 
 import jsonschema
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine import structured
 from bulk_pipeline.engine.request import LoopGuard, Request, Status, StructuredOutput
-from bulk_pipeline.engine.structured import Grammars, masked
+from bulk_pipeline.engine.structured import Grammars, RowGrammar, masked
 from bulk_pipeline_tests.engine.test_generator import (
     make_generator,
     make_ids,
@@ -288,24 +290,136 @@ class TestWrong:
         assert error in completion.error
 
 
+BAD = 500  # the request whose grammar is wrong
+
+
+def choice_request(number: int) -> Request:
+    """A request that only one text answers."""
+    value = "[]" if number == BAD else json.dumps([f"no {number}"])
+    choice = StructuredOutput("choice", value)
+    return Request(number, make_ids(5), make_params(structured=choice, max_new_tokens=40))
+
+
+def num_kept(grammars: Grammars) -> int:
+    return sum(len(found.copies) for found in grammars._compiled.values())
+
+
+def begun(grammars: Grammars, name: str, **changes) -> RowGrammar:
+    grammar = grammars.start(make_params(structured=GRAMMARS[name], **changes))
+    assert grammar.begin() is None
+    return grammar
+
+
 class TestCompiled:
     def test_once_for_each_processor(self, toy_float64, monkeypatch):
         """llguidance's threads wait for each other at a lexer that they share."""
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
-        params = make_params(structured=GRAMMARS["regex"])
-        copies = [grammars.start(params).copy for _ in range(7)]
-        others = [grammars.start(make_params(structured=GRAMMARS["choice"])).copy for _ in "ab"]
+        copies = [begun(grammars, "regex").copy for _ in range(7)]
+        others = [begun(grammars, "choice").copy for _ in "ab"]
         assert copies[:3] * 2 + copies[:1] == copies
         assert len({*copies, *others}) == 5
 
     def test_each_grammar_once(self, toy_float64):
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
-        params = make_params(structured=GRAMMARS["regex"])
-        first, second = grammars.start(params), grammars.start(replace(params, seed=3))
+        first, second = begun(grammars, "regex"), begun(grammars, "regex", seed=3)
         assert len(grammars._compiled) == 1
         assert first.matcher.consume_tokens([_digit(grammars)] * 4)
         assert first.matcher.compute_bitmask() != second.matcher.compute_bitmask()
+
+    def test_a_thousand_grammars_of_which_few_are_kept(self, toy_float64, monkeypatch):
+        monkeypatch.setattr(structured, "KEPT_COPIES", 5)
+        generator = make_generator(toy_float64, max_batch_size=16)
+        kept = []
+        found = {
+            c.request_id: c
+            for c in generator.run(
+                (choice_request(i) for i in range(1000)),
+                on_step=lambda: kept.append(num_kept(generator._grammars)),
+            )
+        }
+        assert sorted(found) == list(range(1000))
+        assert max(kept) <= 5
+        for i, completion in found.items():
+            if i == BAD:
+                assert completion.status == Status.INVALID
+                assert "structured_output.choice: cannot be used" in completion.error
+            else:
+                assert completion.status == Status.STOP
+                assert completion.text == f"no {i}"
+
+    def test_another_time_after_it_was_dropped(self, toy_float64, monkeypatch):
+        monkeypatch.setattr(structured, "KEPT_COPIES", 1)
+        generator = make_generator(toy_float64)
+        requests = [replace(choice_request(i % 2), request_id=i) for i in range(8)]
+        found = {c.request_id: c.text for c in generator.run(requests)}
+        assert found == {i: f"no {i % 2}" for i in range(8)}
+
+
+class TestThreads:
+    """Grammars are compiled in threads of their own, while rows wait."""
+
+    @pytest.fixture
+    def compiling(self, monkeypatch):
+        """Grammars are compiled once this is set, by one thread; which does it, each time."""
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+        gate, names = threading.Event(), []
+        grammar_of = structured.grammar_of
+
+        def wait(grammar: StructuredOutput) -> str:
+            names.append(threading.current_thread().name)
+            assert gate.wait(10)
+            return grammar_of(grammar)
+
+        monkeypatch.setattr(structured, "grammar_of", wait)
+        yield gate, names
+        gate.set()
+
+    def test_others_compile_than_the_one_that_runs_the_model(self, toy_float64, compiling):
+        gate, names = compiling
+        gate.set()
+        generator = make_generator(toy_float64, max_batch_size=2)
+        found = answers(generator, [choice_request(i) for i in range(6)])
+        assert {found[i][2] for i in range(6)} == {f"no {i}" for i in range(6)}
+        assert len(names) == 6
+        assert threading.current_thread().name not in names
+
+    def test_rows_run_while_those_behind_wait_for_their_grammars(self, toy_float64, compiling):
+        gate, _ = compiling
+        generator = make_generator(toy_float64, max_batch_size=1)
+        run = generator.run([Request("free", make_ids(9), make_params()), choice_request(1)])
+        assert next(run).request_id == "free"  # none is compiled yet
+        gate.set()
+        assert [completion.text for completion in run] == ["no 1"]
+
+    @pytest.mark.parametrize("how", ["run closed", "generator closed", "error"])
+    def test_end_with_the_run_and_begin_again(self, toy_float64, compiling, how):
+        gate, names = compiling
+        generator = make_generator(toy_float64, max_batch_size=20, max_chunk_size=256)
+        requests = [choice_request(i) for i in range(30)]
+        # the longest comes first, and leaves no room in its pass for those that are not ready
+        free = Request("free", make_ids(257), make_params(max_new_tokens=1))
+        run = generator.run([free, *requests], on_step=_fail if how == "error" else None)
+        assert next(run).request_id == "free"
+        if how == "run closed":
+            run.close()
+        elif how == "generator closed":
+            generator.close()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                next(run)
+        gate.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("compile-grammar"):
+                thread.join(10)
+                assert not thread.is_alive()
+        assert len(names) <= 1
+        if how != "generator closed":
+            assert {c.text for c in generator.run(requests)} == {f"no {i}" for i in range(30)}
+
+
+def _fail() -> None:
+    raise ZeroDivisionError
 
 
 def _digit(grammars: Grammars) -> int:
