@@ -5,10 +5,15 @@ Dagster's run monitoring watches only runs that its daemon launched; one started
 killed would hold its slot, and keep everybody waiting, for ever.
 """
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import dagster as dg
 import psutil  # type: ignore[import-untyped]
 
 GPU_POOL = "gpu"  # limited in dagster.yaml to as many steps as have GPUs of their own
+LOOK_SECONDS = 2.0  # between two looks at whether a run waits for the pool
 
 
 def release_dead_runs(instance: dg.DagsterInstance) -> list[str]:
@@ -61,6 +66,50 @@ def pool_problem(instance: dg.DagsterInstance, num_gpus: int, gpus_each: int) ->
         f"the pool {GPU_POOL} lets {limit} at once, and here are {each}: the others hold a place "
         f"and wait; {remedy}, unless its steps run on other machines too"
     )
+
+
+@contextmanager
+def telling_of_a_wait(
+    instance: dg.DagsterInstance, run_id: str, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Tell once, in a line, if a run of this process waits for a place in the pool.
+
+    Dagster notes that in the run's events alone.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
+            if run_id in info.active_run_ids:
+                return
+            if run_id in info.pending_run_ids:
+                holders = [_holder(instance, held_by) for held_by in sorted(info.active_run_ids)]
+                tell(
+                    f"waiting for the pool {GPU_POOL} ({info.slot_count} at once), held by "
+                    f"{', '.join(holders) or 'nobody'}; see bulk-pipeline status, and if what "
+                    f"holds it is dead, bulk-pipeline partitions sync frees it"
+                )
+                return
+
+    if not instance.event_log_storage.supports_global_concurrency_limits:
+        yield
+        return
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _holder(instance: dg.DagsterInstance, run_id: str) -> str:
+    """A run as somebody who waits for it wants it: its job, its id and its processes."""
+    run = instance.get_run_by_id(run_id)
+    processes = ", ".join(map(str, sorted(_processes(instance, run_id))))
+    name = f"run {run_id} of {run.job_name}" if run else f"run {run_id}"
+    return f"{name} (process {processes})" if processes else name
 
 
 def _limit(instance: dg.DagsterInstance) -> int | None:

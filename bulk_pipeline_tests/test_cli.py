@@ -1,14 +1,17 @@
 """The command line in process: what it prints, and its exit codes."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import dagster as dg
 import pytest
 from click.testing import CliRunner
 
-from bulk_pipeline import scan_table
+from bulk_pipeline import gpu_pool, scan_table
 from bulk_pipeline.cli import main
+from bulk_pipeline.gpu_pool import GPU_POOL
 
 
 @pytest.fixture
@@ -117,6 +120,44 @@ def test_a_run_that_fails_ends_with_the_reason(project):
     assert lines[-1].startswith("Error: data: the run over first failed: 1 of 1 partitions failed")
     assert "prompt.column: the source has no column 'text'" in lines[-1]
     assert "data: 1 partitions: 1 stopped" in lines
+
+
+def test_a_run_that_waits_for_the_gpu_says_for_whom(project, monkeypatch):
+    project.call("partitions", "sync", "data")
+    with (project.folder / "home" / "dagster.yaml").open("a") as settings:
+        settings.write("concurrency: {pools: {default_limit: 1, granularity: op}}\n")
+
+    @dg.job
+    def other_job():
+        pass
+
+    with dg.DagsterInstance.get() as instance:
+        storage = instance.event_log_storage
+        storage.initialize_concurrency_limit_to_default(GPU_POOL)
+        other = instance.create_run_for_job(other_job).run_id
+        instance.report_dagster_event(
+            dg.DagsterEvent("PIPELINE_START", "other_job", message="start", pid=os.getpid()), other
+        )
+        assert storage.claim_concurrency_slot(GPU_POOL, other, "work").is_claimed
+
+        read = type(storage).get_concurrency_info
+
+        def look(storage, key):
+            """What the run sees; what it waits for ends once it has seen that."""
+            info = read(storage, key)
+            if info.pending_run_ids:
+                storage.free_concurrency_slots_for_run(other)
+            return info
+
+        monkeypatch.setattr(type(storage), "get_concurrency_info", look)
+        monkeypatch.setattr(gpu_pool, "LOOK_SECONDS", 0.05)
+        code, output = project.call("run", "--partition", "first", "data")
+    assert code == 0
+    assert output.count("waiting for the pool gpu") == 1
+    assert (
+        f"waiting for the pool gpu (1 at once), held by run {other} of other_job (process "
+        f"{os.getpid()}); see bulk-pipeline status"
+    ) in output
 
 
 def test_without_a_home_nothing_is_run(project, monkeypatch):

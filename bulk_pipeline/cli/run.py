@@ -3,9 +3,11 @@
 import json
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +26,7 @@ from bulk_pipeline.cli.options import (
     partition_option,
     to_json,
 )
+from bulk_pipeline.gpu_pool import telling_of_a_wait
 from bulk_pipeline.progress_view import progress_bar
 from bulk_pipeline.spec import SamplingSpec, change_sampling
 from bulk_pipeline.status import RUNNING, STOPPED, read_status, to_text
@@ -106,9 +109,12 @@ def run(
         for neighbours in contiguous_ranges(keys or order, order):
             ends = (neighbours[0], neighbours[-1])
             tags = dict(zip(RANGE_TAGS, ends, strict=True))
-            result = job.execute_in_process(
-                config, instance, tags=tags, raise_on_error=False, asset_selection=assets
-            )
+            run_id = str(uuid.uuid4())
+            with telling_of_a_wait(instance, run_id, partial(click.echo, err=True)):
+                result = job.execute_in_process(
+                    config, instance, tags=tags, raise_on_error=False, asset_selection=assets,
+                    run_id=run_id,
+                )  # fmt: skip
             if not result.success:
                 failed.append("...".join(dict.fromkeys(ends)))
                 reasons += [reason for reason in _reasons(result) if reason not in reasons]
