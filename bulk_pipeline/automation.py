@@ -112,7 +112,7 @@ def build_jobs(spec: BulkInferenceSpec, resource_key: str) -> tuple[list[dg.JobD
     @dg.op(name=f"{spec.name}_find_partitions")
     def find_partitions(context: dg.OpExecutionContext) -> list[str]:
         new = sync_partitions(context.instance, spec)
-        context.log.info(f"{len(new)} new partitions: {_listed(new)}")
+        context.log.info(f"{len(new)} new partitions: {listed(new)}")
         return new
 
     @dg.job(
@@ -297,15 +297,15 @@ def _report(news: SourceNews, has_schedule: bool) -> list[str]:
     """What a look at the source found, a line each."""
     lines = []
     if news.new:
-        lines.append(f"{len(news.new)} new partitions: {_listed(news.new)}")
+        lines.append(f"{len(news.new)} new partitions: {listed(news.new)}")
     if news.changed:
         remedy = "the schedule runs them" if has_schedule else "materialise them"
-        changed = _listed(f"{key} ({reason})" for key, reason in news.changed.items())
+        changed = listed(f"{key} ({reason})" for key, reason in news.changed.items())
         lines.append(f"{len(news.changed)} stale partitions, {remedy}: {changed}")
     if news.removed:
-        lines.append(f"{len(news.removed)} files are gone, results stay: {_listed(news.removed)}")
+        lines.append(f"{len(news.removed)} files are gone, results stay: {listed(news.removed)}")
     if news.unsettled:
-        waiting = _listed(news.unsettled)
+        waiting = listed(news.unsettled)
         lines.append(f"{len(news.unsettled)} files may still be being written: {waiting}")
     return lines
 
@@ -347,7 +347,7 @@ def _schedule(spec: BulkInferenceSpec, job: Any, resource_key: str) -> dg.Schedu
         from bulk_pipeline.stages.partitions import NoFilesError
 
         if run_ids := _unfinished_runs(context.instance, spec):
-            return dg.SkipReason(f"runs of {spec.name} are not finished: {_listed(run_ids)}")
+            return dg.SkipReason(f"runs of {spec.name} are not finished: {listed(run_ids)}")
         model = getattr(context.resources, resource_key)
         try:
             reasons = _find_due(context.instance, spec, model)
@@ -392,6 +392,7 @@ def _unfinished_runs(instance: dg.DagsterInstance, spec: BulkInferenceSpec) -> l
     ]
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """The first names, for a line of a log."""
     names = list(names)
     return ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "") or "none"

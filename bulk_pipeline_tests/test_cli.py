@@ -65,6 +65,31 @@ def test_run_does_the_partitions_named_and_then_the_rest(project):
     assert "6 rows" in shown
 
 
+def test_run_takes_what_is_new_in_the_source_and_says_so(project):
+    code, output = project.call("run", "--until", "raw_dataset", "data")
+    assert code == 0, output
+    assert output.startswith("data: 2 new partitions: first, second\n")
+    (project.folder / "rows" / "third.jsonl").write_text('{"text": "new"}')
+    (project.folder / "rows" / "fourth.jsonl").write_text('{"text": "new"}')
+    code, output = project.call("run", "--partition", "first", "--until", "raw_dataset", "data")
+    assert code == 0, output
+    assert "new partitions" not in output
+    code, output = project.call("run", "--until", "raw_dataset", "data")
+    assert code == 0, output
+    assert output.startswith("data: 2 new partitions: fourth, third\n")
+    assert scan_table(project.root, "data", "raw_dataset").collect().height == 8
+    assert "new partitions" not in project.call("run", "--until", "raw_dataset", "data")[1]
+
+
+def test_run_with_nothing_in_the_source_is_one_line(project):
+    for path in (project.folder / "rows").iterdir():
+        path.unlink()
+    code, output = project.call("run", "data")
+    assert code == 1
+    assert output.startswith("Error: data: source.path: no files match")
+    assert len(output.splitlines()) == 1
+
+
 def test_run_redoes_what_is_asked_for(project):
     project.call("partitions", "sync", "data")
     project.call("run", "data")
@@ -82,11 +107,10 @@ def test_run_redoes_what_is_asked_for(project):
     ("arguments", "code", "message"),
     [
         (
-            ["run", "data"],
+            ["run", "--partition", "nope", "data"],
             2,
             "data has no partitions yet; run bulk-pipeline partitions sync data first",
         ),
-        (["run", "--partition", "nope", "data"], 2, "data has no partitions yet"),
         (["run", "other"], 2, "no dataset other in "),
         (["run", "--redo", "all", "--until", "prompts", "data"], 2, "--redo needs completions"),
         (["plan", "other"], 2, "no dataset other in "),

@@ -112,7 +112,6 @@ def test_a_new_project_loads_and_runs(here, toy, monkeypatch):
     assert found["prompt"] == {"column": "question"}
     assert f"wrote {PACKAGE}/defs/tickets/defs.yaml" in result.output
     assert "prompt.column: 'question'" in result.output
-    assert "partitions sync" not in result.output  # the file is one partition
     changed = path.read_text().replace("max_new_tokens: 256", "max_new_tokens: 4")
     path.write_text(changed)
     steps = textwrap.dedent(result.output.split("next:\n")[1])

@@ -77,7 +77,7 @@ def init(
         raise WrongUseError(str(error)) from None
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    _tell_next_steps(project, name, path, prompt, is_cut=look.num_files > 1)
+    _tell_next_steps(project, name, path, prompt)
 
 
 def _choose_prompt(
@@ -116,16 +116,13 @@ def _choose_model(folder: Path, asks: bool) -> str:
     )
 
 
-def _tell_next_steps(
-    project: Project, name: str, path: Path, prompt: dict[str, str], is_cut: bool
-) -> None:
+def _tell_next_steps(project: Project, name: str, path: Path, prompt: dict[str, str]) -> None:
     for setting, value in prompt.items():
         click.echo(f"prompt.{setting}: {value!r}")
     click.echo(f"wrote {path}")
     lines = [
         f"cd {project.folder}" if project.folder.resolve() != Path.cwd() else "",
         "" if os.environ.get("DAGSTER_HOME") else "export DAGSTER_HOME=$PWD/.dagster_home",
-        f"bulk-pipeline partitions sync {name}" if is_cut else "",
         f"bulk-pipeline run --until prompts {name}",
         f"bulk-pipeline plan {name}",
         f"bulk-pipeline run {name}",

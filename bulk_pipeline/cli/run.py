@@ -16,7 +16,7 @@ import dagster as dg
 import yaml
 
 from bulk_pipeline.assets import asset_keys, open_store
-from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges
+from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges, listed, sync_partitions
 from bulk_pipeline.cli.datasets import check_names, find_specs, specs_in
 from bulk_pipeline.cli.loading import WrongUseError, load_definitions
 from bulk_pipeline.cli.options import (
@@ -28,7 +28,7 @@ from bulk_pipeline.cli.options import (
 )
 from bulk_pipeline.gpu_pool import telling_of_a_wait
 from bulk_pipeline.progress_view import progress_bar
-from bulk_pipeline.spec import SamplingSpec, change_sampling
+from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec, change_sampling
 from bulk_pipeline.status import RUNNING, STOPPED, read_status, to_text
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 
@@ -72,11 +72,11 @@ def run(
 ) -> None:
     """Run a dataset in this process.
 
-    Its four assets over all its partitions, or those named. With --redo stored completions are
-    made anew: all, or those of some statuses. With --set the partitions' sampling differs from
-    the settings, in every later run too, until --reset-sampling brings the answers of before
-    back. On a terminal a bar shows how far it is; elsewhere lines do. The exit code is 1 if a
-    partition failed.
+    Its four assets over all its partitions, those that are new in the source too, or over those
+    named. With --redo stored completions are made anew: all, or those of some statuses. With
+    --set the partitions' sampling differs from the settings, in every later run too, until
+    --reset-sampling brings the answers of before back. On a terminal a bar shows how far it is;
+    elsewhere lines do. The exit code is 1 if a partition failed.
     """
     if redo != "none" and until not in (COMPLETIONS, OUTPUT):
         raise WrongUseError(f"--redo needs completions, and --until {until} ends before; drop one")
@@ -102,6 +102,8 @@ def run(
         f"{dataset}__{table}": {"config": wanted[table]} for table in tables if table in wanted
     }
     with dg.DagsterInstance.get() as instance, ExitStack() as stack:
+        if not keys:
+            _register_new(instance, specs[dataset])
         order = _registered_partitions(job, instance, dataset, keys)
         if is_shown:
             stack.enter_context(progress_bar(dataset))
@@ -164,6 +166,18 @@ def _sampling_changes(changes: Sequence[str]) -> dict[str, Any]:
     except ValueError as error:
         raise WrongUseError(f"--set: {error}") from None
     return sampling.model_dump(include=set(values))
+
+
+def _register_new(instance: dg.DagsterInstance, spec: BulkInferenceSpec) -> None:
+    """Register what is new in the source, and say so; what is gone from it stays."""
+    if spec.partitions.by == "none":
+        return
+    try:
+        new = sync_partitions(instance, spec)
+    except ValueError as error:
+        raise click.ClickException(f"{spec.name}: {error}") from None
+    if new:
+        click.echo(f"{spec.name}: {len(new)} new partitions: {listed(new)}", err=True)
 
 
 def _registered_partitions(
