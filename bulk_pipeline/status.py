@@ -5,7 +5,7 @@ from typing import Any
 
 from bulk_pipeline.plan_view import format_seconds, text_table
 from bulk_pipeline.spec import SamplingSpec
-from bulk_pipeline.stages.progress import add_up, is_alive, read_progress
+from bulk_pipeline.stages.progress import add_up, is_alive, read_progress, seconds_left
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
 from bulk_pipeline.store import (
     COMPLETIONS,
@@ -75,11 +75,16 @@ class PartitionStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to go at the rate so far; None before the first request is done."""
-        if not self.progress or not self.progress["done"]:
+        """Seconds to go, see `stages.progress.seconds_left`."""
+        if (progress := self.progress) is None:
             return None
-        done, requests = self.progress["done"], self.progress["requests"]
-        return self.progress["seconds"] / done * (requests - done)
+        return seconds_left(
+            progress["requests"],
+            progress["done"],
+            progress["seconds"],
+            progress["mean_batch"],
+            progress.get("points", ()),
+        )
 
 
 def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[PartitionStatus]:

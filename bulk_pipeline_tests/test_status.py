@@ -100,11 +100,12 @@ def test_a_partition_from_its_prompts_to_its_end(spec, store):
 
 
 def test_a_running_partition_tells_rate_and_rest(store):
-    put_progress(store, done=4, completion_tokens=80, seconds=8.0, mean_batch=2.5, cache_use=0.4)
+    numbers = {"completion_tokens": 80, "seconds": 8.0, "mean_batch": 2.5, "cache_use": 0.4}
+    put_progress(store, requests=25, done=10, **numbers)
     (found,) = read_status(store)
     assert (found.state, found.tokens_per_second, found.seconds_left) == ("running", 10.0, 12.0)
     text = to_text("data", [found])
-    assert "4 of 10" in text
+    assert "10 of 25" in text
     assert "10.0 tokens/s, 2.5 at once, 40% of the cache, 12 s left" in text
 
 
@@ -131,7 +132,8 @@ def test_a_run_that_failed_or_died_is_stopped(spec, store):
 
 def test_status_on_the_command_line(module, tmp_path, monkeypatch):
     store = Store(str(tmp_path / "data" / "bulk"), "data")
-    put_progress(store, done=4, completion_tokens=80, seconds=8.0, mean_batch=2.5)
+    numbers = {"completion_tokens": 80, "seconds": 8.0, "mean_batch": 2.5}
+    put_progress(store, requests=25, done=10, **numbers)
     result = CliRunner().invoke(main, ["status", "-m", module])
     assert result.exit_code == 0
     assert "data: 1 partitions: 1 running" in result.output

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ REMOTE_SECONDS = 30.0  # between two writes to object storage
 STALE_SECONDS = 180.0  # a record of another machine that is older is of a run that died
 MAX_POINTS = 120  # of a run's curve; beyond it, every other one goes
 MAX_RUNS = 20  # kept in a manifest
+LEAST_DONE = 5  # requests, for a rate
 SETTINGS_SHOWN = (  # of an engine's provenance
     "model",
     "device",
@@ -147,8 +148,8 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to go at the rate of requests so far; None before the first."""
-        return self.seconds / self.done * (self.requests - self.done) if self.done else None
+        """Seconds to go, see `seconds_left`."""
+        return seconds_left(self.requests, self.done, self.seconds, self.mean_batch, self.points)
 
     def rates(self) -> dict[str, float]:
         """How fast the run is, under the names that the UI plots."""
@@ -336,6 +337,22 @@ def add_up(records: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_batch": sum(record["mean_batch"] for record in records),
         "updated": max(record["updated"] for record in records),
     }
+
+
+def seconds_left(
+    requests: int, done: int, seconds: float, mean_batch: float, points: Sequence[Sequence[float]]
+) -> float | None:
+    """Seconds to go at the steady rate of requests; None until there is one.
+
+    The rate is that since a first batch was through: until then kernels are compiled, all places
+    of the batch read their prompts at once, and the shortest answers are the only finished ones.
+    It rests on at least another batch.
+    """
+    batch = max(mean_batch, LEAST_DONE)
+    began, before = next(((at, had) for at, had, *_ in points if had >= batch), (0.0, 0))
+    if done < 2 * batch or done - before < batch:
+        return None
+    return (seconds - began) / (done - before) * (requests - done)
 
 
 def merge_runs(runs: list[dict[str, Any]]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from bulk_pipeline.stages.progress import (
     is_alive,
     merge_runs,
     read_progress,
+    seconds_left,
     watching,
 )
 from bulk_pipeline.store import COMPLETIONS
@@ -181,3 +182,42 @@ def test_whether_the_writer_of_a_record_is_alive():
     assert not is_alive(here | {"pid": os.getpid(), "updated": 0})  # another process had the number
     assert is_alive({"host": "elsewhere", "pid": 1, "updated": time.time()})
     assert not is_alive({"host": "elsewhere", "pid": 1, "updated": time.time() - 3600})
+
+
+def points_of(seconds: float, warm_up: float, batch: int, turn: float, every: float = 5.0):
+    """The curve of a run whose answers come a batch at a time, and how many are done by then."""
+
+    def done(at: float) -> int:
+        return batch * max(0, int((at - warm_up) / turn))
+
+    times = [every * i for i in range(1, int(seconds / every) + 1)]
+    return [[at, done(at), 0, batch] for at in times], done(seconds)
+
+
+@pytest.mark.parametrize("seconds", [5, 30, 40, 45, 60])
+def test_there_is_no_estimate_before_a_steady_rate(seconds):
+    # 30 s of compilation, then 64 answers every 20 s
+    points, done = points_of(seconds, warm_up=30, batch=64, turn=20)
+    assert seconds_left(6400, done, seconds, 64, points) is None
+
+
+@pytest.mark.parametrize("seconds", [70, 110, 150, 490])
+def test_what_came_before_the_steady_rate_is_not_in_the_estimate(seconds):
+    points, done = points_of(seconds, warm_up=30, batch=64, turn=20)
+    left = seconds_left(6400, done, seconds, 64, points)
+    assert left == pytest.approx((6400 - done) / 64 * 20)
+
+
+CASES = {  # requests, done, seconds, batch, points; seconds left
+    "nothing is done": ((100, 0, 60.0, 8.0, []), None),
+    "one of a small batch": ((100, 1, 2.0, 1.0, []), None),
+    "no curve": ((100, 20, 40.0, 8.0, []), 160.0),
+    "steady since the first point": ((100, 20, 40.0, 8.0, [[30.0, 10, 0, 8.0]]), 80.0),
+    "too little since the first point": ((100, 17, 40.0, 8.0, [[30.0, 10, 0, 8.0]]), None),
+    "all is done": ((20, 20, 40.0, 8.0, []), 0.0),
+}
+
+
+@pytest.mark.parametrize(("run", "left"), CASES.values(), ids=CASES.keys())
+def test_seconds_left(run, left):
+    assert seconds_left(*run) == left
