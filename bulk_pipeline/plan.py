@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from bulk_pipeline.store import (
 )
 
 READ_ROWS = 4096
-MAX_EXAMPLES = 10  # rows that cannot run, shown of each partition
+MAX_EXAMPLES = 10  # rows that cannot run, named of each partition
 AUTO = "auto"
 PROMPTS_STALE = (SOURCE_CHANGED, "settings changed", f"{PROMPTS} is older")  # start a reason
 TRIES = 3  # at reading completions that a run is writing
@@ -111,6 +112,7 @@ class Plan:
     rate: Rate | None
     price_per_hour: float | None
     estimate: Estimate
+    id_column: str | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -141,6 +143,7 @@ def plan_dataset(
     keys: Sequence[str] = (),
     tokens_per_second: float | None = None,
     price_per_hour: float | None = None,
+    max_examples: int | None = MAX_EXAMPLES,
 ) -> Plan:
     """Find out what a run would do.
 
@@ -154,6 +157,8 @@ def plan_dataset(
         A rate, in place of the one that was measured last.
     price_per_hour
         Of the machine, in any currency; `output.price_per_hour` by default.
+    max_examples
+        Rows that cannot run, named of each partition; None names all.
 
     Raises
     ------
@@ -185,7 +190,9 @@ def plan_dataset(
     states = find_missing_or_stale(spec, store, settings, wanted) if wanted else {}
     partitions = []
     for key in keys or known:
-        plan = plan_partition(spec, store, key, fingerprint, adapters=adapters)
+        plan = plan_partition(
+            spec, store, key, fingerprint, adapters=adapters, max_examples=max_examples
+        )
         plan.state = states.get(key)
         if not plan.has_prompts and plan.rows is None and key in slices:
             plan.rows = _count_source_rows(spec, slices[key])
@@ -204,6 +211,7 @@ def plan_dataset(
         rate=rate,
         price_per_hour=price,
         estimate=_estimate(spec, partitions, rate, price),
+        id_column=spec.source.id_column,
         problems=_problems(settings, partitions),
         notes=notes,
     )
@@ -216,6 +224,7 @@ def plan_partition(
     fingerprint: str | None,
     look_elsewhere: bool = True,
     adapters: Mapping[str, str] | None = None,
+    max_examples: int | None = MAX_EXAMPLES,
 ) -> PartitionPlan:
     """What a run over one partition would do, as far as its stored tables tell.
 
@@ -227,6 +236,8 @@ def plan_partition(
         Whether to look for answers in the dataset's other partitions.
     adapters
         The fingerprints of the adapters that are on this machine, by name.
+    max_examples
+        Rows that cannot run, to be named; None names all.
     """
     plan = PartitionPlan(key)
     raw = _complete_manifest(store.partition(RAW_DATASET, key))
@@ -240,7 +251,10 @@ def plan_partition(
         return plan
     plan.has_prompts, plan.rows = True, manifest.num_rows
     plan.longest_request = manifest.meta.get("max_request_tokens", 0)
-    _count_prompts(plan, prompts, show_text=spec.output.preview)
+    _count_prompts(plan, prompts)
+    if plan.statuses.keys() - {READY}:
+        examples = _cannot_run(prompts, show_text=spec.output.preview)
+        plan.cannot_run = list(islice(examples, max_examples))
     wanted = WantedRequests(prompts, fingerprint or "", adapters)
     plan.adapters = wanted.count_by_adapter()
     now = {"model": fingerprint, "sampling": manifest.inputs.get("sampling")}
@@ -340,7 +354,7 @@ def _note_stale(plan: PartitionPlan) -> None:
         )
 
 
-def _count_prompts(plan: PartitionPlan, prompts: Partition, show_text: bool) -> None:
+def _count_prompts(plan: PartitionPlan, prompts: Partition) -> None:
     statuses: Counter[str] = Counter()
     for batch in prompts.read(["status", "prompt_tokens"], READ_ROWS):
         status = np.array(batch.column("status").to_pylist(), object)
@@ -348,22 +362,16 @@ def _count_prompts(plan: PartitionPlan, prompts: Partition, show_text: bool) -> 
         tokens = batch.column("prompt_tokens").fill_null(0).to_numpy()
         plan.lengths.add(tokens[status == READY] if len(status) else tokens)
     plan.statuses = dict(sorted(statuses.items()))
-    if statuses.total() > statuses[READY]:
-        plan.cannot_run = list(_examples(prompts, show_text))
 
 
-def _examples(prompts: Partition, show_text: bool) -> Iterator[dict[str, Any]]:
-    """The first rows that cannot run, and why."""
+def _cannot_run(prompts: Partition, show_text: bool) -> Iterator[dict[str, Any]]:
+    """The rows that cannot run, and why."""
     names = ["row_index", "row_id", "status", "prompt_tokens", "error"]
-    found = 0
     for batch in prompts.read(names, READ_ROWS):
         for row in batch.to_pylist() if set(batch.column("status").to_pylist()) != {READY} else ():
             if row["status"] == READY:
                 continue
             yield row if show_text else {name: row[name] for name in names if name != "row_id"}
-            found += 1
-            if found == MAX_EXAMPLES:
-                return
 
 
 def _count_requests(

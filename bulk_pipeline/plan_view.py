@@ -11,6 +11,7 @@ from bulk_pipeline.stages.sampling_changes import describe
 
 BAR_WIDTH = 40  # characters of the histogram's longest bar
 MAX_PARTITIONS = 30  # in a text; the rest are added up
+MAX_BAD_ROWS = 30  # named in a text
 PARTITION_NUMBERS = (
     "partition",
     "state",
@@ -84,14 +85,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: Plan, max_bad_rows: int | None = MAX_BAD_ROWS) -> str:
     """The plan for a terminal."""
     blocks = [
         f"{plan.dataset}: {len(plan.partitions)} partitions, {plan.total('rows')} rows, "
         f"{plan.total('requests')} requests, {plan.estimate.requests} to run",
         _partition_table(plan),
         _histogram(plan.lengths),
-        _cannot_run(plan),
+        _cannot_run(plan, max_bad_rows),
         _changed_sampling(plan),
         _adapters(plan.counts("adapters")),
         _requests(plan),
@@ -254,19 +255,25 @@ def _histogram(lengths: Lengths) -> str:
     return "\n".join(lines)
 
 
-def _cannot_run(plan: Plan) -> str:
+def _cannot_run(plan: Plan, most: int | None) -> str:
     counts = {name: count for name, count in plan.counts("statuses").items() if name != "ready"}
     if not counts:
         return ""
     examples = [
-        f"  {each.partition} row {row['row_index']}: {row['status']}: {row['error']}"
+        f"  {each.partition} row {row['row_index']}{_id_of(row, plan)}: {row['status']}: "
+        f"{row['error']}"
         for each in plan.partitions
         for row in each.cannot_run
     ]
-    lines = [f"rows that cannot run: {_listed(counts)}", *examples[:MAX_PARTITIONS]]
-    if sum(counts.values()) > len(lines) - 1:
-        lines.append("  ...")
+    lines = [f"rows that cannot run: {_listed(counts)}", *examples[:most]]
+    if rest := sum(counts.values()) - len(lines) + 1:
+        lines.append(f"  {rest:,} more; --bad-rows 0 names all")
     return "\n".join(lines)
+
+
+def _id_of(row: Mapping[str, Any], plan: Plan) -> str:
+    """A row's name in the user's own column, where there is one and texts are shown."""
+    return f" ({plan.id_column} {row['row_id']})" if plan.id_column and "row_id" in row else ""
 
 
 def _changed_sampling(plan: Plan) -> str:

@@ -226,6 +226,20 @@ def test_a_run_may_end_at_the_prompts_for_the_plan_to_count(project):
     assert not (project.folder / "data" / "bulk" / "data" / "completions").exists()
 
 
+def test_plan_names_as_many_bad_rows_as_asked_for(project):
+    lines = [json.dumps({"text": None}) for i in range(12)]
+    (project.folder / "rows" / "first.jsonl").write_text("\n".join(lines))
+    project.call("run", "--until", "prompts", "data")
+    _, text = project.call("plan", "data")
+    assert text.count("  first row ") == 10
+    assert "  2 more; --bad-rows 0 names all" in text
+    _, text = project.call("plan", "--bad-rows", "0", "data")
+    assert text.count("  first row ") == 12
+    assert "more; " not in text
+    _, text = project.call("plan", "--bad-rows", "3", "--json", "data")
+    assert [len(each["cannot_run"]) for each in json.loads(text)["partitions"]] == [3, 0]
+
+
 def test_plan_with_a_cache_too_small_says_so_and_ends_with_1(project):
     (project.folder / "rows" / "first.jsonl").write_text(json.dumps({"text": "what " * 900}))
     project.call("partitions", "sync", "data")

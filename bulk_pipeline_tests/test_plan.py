@@ -99,8 +99,17 @@ def test_rows_lengths_and_what_cannot_run(spec, store):
     assert "row 10: too_long: 9 tokens over" in to_text(plan(spec, store))
 
 
+def test_rows_are_named_by_the_column_that_identifies_them(spec, store):
+    source = spec.source.model_copy(update={"id_column": "number"})
+    spec = spec.model_copy(update={"source": source})
+    write_prompts(store, [make_prompt(0, row_id="T-104", status="empty", error="empty")])
+    assert f"{KEY} row 0 (number T-104): empty: empty" in to_text(plan(spec, store))
+
+
 def test_with_preview_off_rows_are_named_by_their_place_alone(spec, store):
-    spec = spec.model_copy(update={"output": spec.output.model_copy(update={"preview": False})})
+    source = spec.source.model_copy(update={"id_column": "mail"})
+    output = spec.output.model_copy(update={"preview": False})
+    spec = spec.model_copy(update={"source": source, "output": output})
     write_prompts(store, [make_prompt(0, row_id="someone@example.org", status="empty")])
     found = plan(spec, store)
     assert found.partitions[0].cannot_run[0]["row_index"] == 0

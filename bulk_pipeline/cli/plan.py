@@ -37,6 +37,12 @@ from bulk_pipeline.cli.options import (
     help="Also tell the batch and the cache that auto stands for here; imports PyTorch, loads no "
     "weights.",
 )
+@click.option(
+    "--bad-rows",
+    type=click.IntRange(min=0),
+    help="Most rows that cannot run to name, of each partition; 0 for all. Default: 10 of each, 30 "
+    "in a text.",
+)
 @click.argument("dataset")
 def plan(
     module: str,
@@ -46,6 +52,7 @@ def plan(
     tokens_per_second: float | None,
     price_per_hour: float | None,
     sizes: bool,
+    bad_rows: int | None,
     dataset: str,
 ) -> None:
     """Tell what a run would do, before it.
@@ -56,22 +63,28 @@ def plan(
     problem would stop a run.
     """
     from bulk_pipeline import plan_view
-    from bulk_pipeline.plan import add_sizes, plan_dataset
+    from bulk_pipeline.plan import MAX_EXAMPLES, add_sizes, plan_dataset
 
     if picture is not None:
         _check_picture_name(picture)
     found = find_dataset(module, dataset)
+    max_examples = MAX_EXAMPLES if bad_rows is None else bad_rows or None
     try:
         result = plan_dataset(
-            found.spec, found.store, found.settings, keys, tokens_per_second, price_per_hour
-        )
+            found.spec, found.store, found.settings, keys, tokens_per_second, price_per_hour,
+            max_examples,
+        )  # fmt: skip
     except KeyError as error:
         raise WrongUseError(error.args[0]) from None
     except (ValueError, OSError) as error:
         raise click.ClickException(f"{dataset}: {error}") from None
     if sizes:
         add_sizes(result, found.settings)
-    click.echo(to_json(plan_view.to_json(result)) if as_json else plan_view.to_text(result))
+    if as_json:
+        click.echo(to_json(plan_view.to_json(result)))
+    else:
+        most = plan_view.MAX_BAD_ROWS if bad_rows is None else None
+        click.echo(plan_view.to_text(result, most))
     if picture is not None:
         _write_picture(picture, plan_view.picture(result))
     if result.problems:
