@@ -3,13 +3,16 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
-from bulk_pipeline_tests.s3 import ENVIRONMENT, S3, s3_server
 from bulk_pipeline_tests.toy import toy_model
+
+if TYPE_CHECKING:
+    from bulk_pipeline_tests.s3 import S3
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
@@ -54,8 +57,10 @@ def exl2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def s3_process() -> Iterator[S3]:
+def s3_process() -> "Iterator[S3]":
     """An S3 server, and the environment that leads to it."""
+    from bulk_pipeline_tests.s3 import ENVIRONMENT, s3_server
+
     with s3_server() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -64,7 +69,7 @@ def s3_process() -> Iterator[S3]:
 
 
 @pytest.fixture
-def s3(s3_process: S3) -> Iterator[S3]:
+def s3(s3_process: "S3") -> "Iterator[S3]":
     """The server without faults, and with no request noted."""
     s3_process.requests.clear()
     yield s3_process

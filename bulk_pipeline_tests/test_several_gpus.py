@@ -161,7 +161,8 @@ def take(model: str, **settings: Any) -> subprocess.Popen[str]:
     """A process that takes GPUs, answers, and keeps them until its input ends."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", TAKE, json.dumps({"model": model, **settings})]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
     return subprocess.Popen(
         command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )

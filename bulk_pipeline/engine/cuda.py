@@ -147,8 +147,8 @@ class CudaModel:
 
     def forward_chunk(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Run exllamav2's forward pass."""
-        loras = None if self._adapter is None else [self._adapter]
-        return self.exllamav2.forward_chunk(*args, loras=loras, **kwargs)
+        kwargs["loras"] = None if self._adapter is None else [self._adapter]  # not the generator's
+        return self.exllamav2.forward_chunk(*args, **kwargs)
 
     def can_change(self, matrix: str) -> bool:
         """Whether an adapter may change this matrix."""

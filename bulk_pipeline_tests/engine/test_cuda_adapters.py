@@ -84,7 +84,8 @@ def test_merging_agrees_with_exllamav2(exl2, tmp_path):
     for name in NAMES:
         difference = mean_difference(found["quantized"][name], found["float16"][name])
         assert difference < 0.02, (name, difference)
-    assert mean_difference(found["float16"]["a"], found["float16"][None]) > 0.05
+    # what the adapter changes stands out from how weights are held
+    assert mean_difference(found["float16"]["a"], found["float16"][None]) > 0.04
 
 
 @pytest.mark.parametrize("weights", HELD)
@@ -101,7 +102,7 @@ def test_mixed_rows_get_what_they_get_alone(toy16, tmp_path, weights):
             alone = run(generator, [row for row in rows if row.adapter == name])
             same += sum(mixed[i].token_ids == c.token_ids for i, c in alone.items())
         assert same >= 34  # the batch differs, and so may a last digit
-        assert len({c.token_ids for c in mixed.values()}) > 12
+        assert len({c.token_ids for c in mixed.values()}) == 12  # four prompts, each three ways
     finally:
         generator.close()
 
