@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bulk_pipeline.engine.model_download import download_model, find_downloaded, is_model_url
-from bulk_pipeline.engine.model_files import HUB_ID, read_json, sampled_blocks
+from bulk_pipeline.engine.model_files import (
+    HUB_ID,
+    download_from_hub,
+    read_json,
+    sampled_blocks,
+)
 from bulk_pipeline.spec import GeneratorSettings
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -96,7 +101,7 @@ def resolve_adapter(name: str, where: str) -> Adapter:
     elif not folder.is_dir():
         if not HUB_ID.fullmatch(where):
             raise ValueError(f"{setting}: no folder {where}; correct the path")
-        folder = _from_hub(setting, where)
+        folder = download_from_hub(setting, where, FILES)
     if not (folder / CONFIG).is_file():
         raise ValueError(
             f"{setting}: no {CONFIG} in {where}; give the folder that PEFT's save_pretrained wrote"
@@ -154,20 +159,6 @@ def find_adapter(where: str) -> Path | None:
         except Exception:  # not a hub id, or not in the cache: many unrelated types
             return None
     return folder if all((folder / name).is_file() for name in FILES) else None
-
-
-def _from_hub(setting: str, where: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(where, allow_patterns=list(FILES)))
-    except Exception as error:  # network, authentication, name: many unrelated types
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{setting}: {where} is no folder, and the hub did not give it "
-            f"({type(error).__name__}: {reason}); check name, network and HF_TOKEN, or download "
-            "it and give its folder"
-        ) from None
 
 
 def _config_problem(config: Mapping[str, Any]) -> str | None:

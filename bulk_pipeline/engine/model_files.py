@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ def resolve_model(model: str, revision: str | None = None, tokenizer_only: bool 
             raise ValueError(
                 f"generator.model: no folder {model}; download the model there, or correct the path"
             )
-        folder = _from_hub(model, revision, tokenizer_only)
+        patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
+        folder = download_from_hub("generator.model", model, patterns, revision)
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ValueError(
@@ -81,18 +82,26 @@ def _from_url(model: str, revision: str | None, tokenizer_only: bool) -> Path:
     return download_model(model, MODEL_FILES)
 
 
-def _from_hub(model: str, revision: str | None, tokenizer_only: bool) -> Path:
+def download_from_hub(
+    setting: str, name: str, patterns: Sequence[str], revision: str | None = None
+) -> Path:
+    """The folder of a hub model, or of an adapter, with those of its files that match.
+
+    Raises
+    ------
+    ValueError
+        One line, if the hub does not give it: the name may also be meant as a path.
+    """
     from huggingface_hub import snapshot_download
 
-    patterns = [*TOKENIZER_FILES, *(() if tokenizer_only else WEIGHT_FILES)]
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # network, authentication, name: many unrelated types
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"generator.model: {model} is no folder, and the hub did not give it "
-            f"({type(error).__name__}: {reason}); check name, revision, network and HF_TOKEN, "
-            "or download it and give its folder"
+            f"{setting}: {name} is no folder here, and the hub did not give it "
+            f"({type(error).__name__}: {reason}); if it is a path, correct it; if it is a hub id, "
+            "check it, its revision, the network and HF_TOKEN"
         ) from None
 
 

@@ -227,6 +227,15 @@ class TestRefused:
         error = self.load(toy, "/nowhere/adapter")
         assert error == "generator.adapters.mine: no folder /nowhere/adapter; correct the path"
 
+    def test_what_may_be_a_path_or_a_hub_id(self, toy, tmp_path, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        error = self.load(toy, "adapters/tickets")
+        assert error.startswith(
+            "generator.adapters.mine: adapters/tickets is no folder here, and the hub did not give"
+        )
+        assert "if it is a path, correct it; if it is a hub id, check it" in error
+
     @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
     def test_a_missing_file(self, toy, adapter, name):
         (adapter / name).unlink()

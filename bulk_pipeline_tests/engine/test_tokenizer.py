@@ -217,11 +217,11 @@ class TestResolveModel:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         with pytest.raises(
-            ValueError, match=r"^generator.model: nobody/none is no folder"
+            ValueError, match=r"^generator.model: nobody/none is no folder here, and the hub did"
         ) as error:
             resolve_model("nobody/none")
         assert "\n" not in str(error.value)
-        assert "download it and give its folder" in str(error.value)
+        assert "if it is a path, correct it; if it is a hub id, check it" in str(error.value)
 
     @pytest.mark.parametrize("tokenizer_only", [True, False])
     def test_hub_model(self, toy: Path, monkeypatch: pytest.MonkeyPatch, tokenizer_only: bool):

@@ -77,8 +77,8 @@ def _examine_adapters(
         is_remote = bool(HUB_ID.fullmatch(where)) or is_model_url(where)
         if is_remote and not Path(where).is_dir() and find_adapter(where) is None:
             report.note(
-                f"generator.adapters.{name}: {where} is no folder here; the first run looks for "
-                "it elsewhere and downloads it"
+                f"generator.adapters.{name}: {where} is no folder here; the first run downloads "
+                "it; if it is a path, correct it"
             )
             continue
         adapter = report.tried(resolve_adapter, name, where)
