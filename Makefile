@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+PORT ?= 3000
 MODEL := data/models/smollm2-135m-instruct
 export DAGSTER_HOME := $(CURDIR)/.dagster_home
 
@@ -37,9 +38,9 @@ lint: $(VENV)/.installed  ## Check format, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-dev: ready  ## Start Dagster's UI on http://localhost:3000
+dev: ready  ## Start Dagster's UI on http://localhost:3000, or with PORT=3001 there
 	-$(BIN)/bulk-pipeline partitions sync
-	$(BIN)/dagster dev
+	$(BIN)/dagster dev --port $(PORT)
 
 kernels: $(VENV)/.installed  ## Test the GPU kernels without a GPU, in Triton's interpreter
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.6.0

@@ -206,6 +206,14 @@ def test_the_targets_of_make_are_there():
             assert f"\n{target}:" in makefile, f"{page.name}: make {target}"
 
 
+@pytest.mark.parametrize(("given", "port"), [([], 3000), (["PORT=3001"], 3001)])
+def test_make_dev_takes_a_port(given, port, monkeypatch):
+    monkeypatch.delenv("PORT", raising=False)
+    command = ["make", "--dry-run", "dev", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"dagster dev --port {port}\n" in done.stdout
+
+
 def test_quoted_measurements_are_those_of_the_benchmarks():
     _, _, section = (DOCS / "how_it_works.md").read_text().partition("## Batch invariance")
     rows = re.findall(r"^\| .*", section, re.M)
