@@ -118,7 +118,7 @@ def draw_chart(lines: list[Line], path: Path, workload: str, model: str) -> str:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=85)
     pyplot.close(figure)
