@@ -106,7 +106,7 @@ def draw_chart(lines: list[Line], path: Path, workload: str, model: str) -> str:
     if not groups:
         return f"not drawn, no results of {workload}" + (f" with {model}" if model else "")
     group = max(groups, key=lambda lines: sum(_is_charted(x, workload) for x in lines))
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(8, 5.8), layout="constrained")
     labels = sorted({line.get("label") or "" for line in group})
     for row in sorted({_row(line) for line in group}, key=_row_order):
         if row[2] == FLOOR or row[0] == workload:
@@ -118,8 +118,7 @@ def draw_chart(lines: list[Line], path: Path, workload: str, model: str) -> str:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
     figure.savefig(path, dpi=85)
     pyplot.close(figure)
     size = path.stat().st_size
