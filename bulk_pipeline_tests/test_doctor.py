@@ -549,8 +549,42 @@ class TestCommand:
         assert result.exit_code == 1
         assert "sampling.structured_output.json_schema: cannot be used" in result.stdout
 
+    def test_without_a_name_it_looks_at_all_datasets_and_at_each_model_once(
+        self, run, toy, tmp_path
+    ):
+        result = run()
+        assert result.exit_code == 1
+        lines = result.stdout.splitlines()
+        assert lines.count("machine") == 1
+        assert [line for line in lines if line.startswith("dataset")] == [
+            "dataset bad, own", "dataset shared",
+        ]  # fmt: skip
+        assert lines.count(f"  folder         {toy}") == 2
+        assert "bad: sampling.structured_output.json_schema: cannot be used" in result.stdout
+        assert result.stderr.startswith("Error: without: no ExLlamaV2Resource among its resources")
+        found = json.loads(run("--json").stdout)
+        stops = {", ".join(each["datasets"]): each["stops"] for each in found["reports"]}
+        assert stops == {"bad, own": True, "shared": False}
+        assert list(found["bad"]) == ["without"]
+
+    def test_a_variable_that_is_not_set_is_named(self, run, monkeypatch):
+        monkeypatch.delenv("DOCTOR_MODEL")
+        result = run("shared")
+        assert result.exit_code == 1
+        (line,) = result.output.splitlines()
+        assert line.startswith("Error: shared: ")
+        assert 'environment variable "DOCTOR_MODEL" which is not set' in line
+        assert "Trace" not in line
+
+    def test_in_no_project_it_looks_at_the_machine(self, tmp_path, monkeypatch, no_gpu):
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
+        result = CliRunner().invoke(main, ["doctor"])
+        assert result.exit_code == 0
+        assert result.stdout.startswith("machine\n")
+        assert "dataset" not in result.stdout
+
     def test_needs_no_dataset(self, run, toy):
-        assert "no problems" in run().stdout
         result = run("--model", str(toy))
         assert result.exit_code == 0
         assert str(toy) in result.stdout
@@ -583,7 +617,7 @@ class TestCommand:
             f"concurrency: {{pools: {{default_limit: {limit}}}}}\ntelemetry: {{enabled: false}}\n"
         )
         (tmp_path / "dagster.yaml").write_text(pools)
-        result = run()
+        result = run("own")
         assert note in result.stdout
         assert result.exit_code == 0
 

@@ -7,7 +7,7 @@ import click
 import dagster as dg
 
 from bulk_pipeline.assets import SPEC, open_store
-from bulk_pipeline.cli.loading import Loaded, WrongUseError, load_definitions
+from bulk_pipeline.cli.loading import Loaded, WrongUseError, load_definitions, reason_of
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
 from bulk_pipeline.store import COMPLETIONS, Store
@@ -33,8 +33,24 @@ def find_dataset(module: str, name: str) -> Dataset:
     loaded = load_definitions(module)
     assets = _completions_assets(loaded.definitions)
     check_names([name], assets, loaded)
-    spec = _spec(assets[name])
-    return Dataset(spec, open_store(spec), _model_settings(loaded.definitions, assets[name], name))
+    return _dataset(loaded.definitions, assets[name])
+
+
+def find_datasets(module: str) -> tuple[dict[str, Dataset], dict[str, str]]:
+    """All datasets by name, and what is wrong with those that are left out."""
+    loaded = load_definitions(module)
+    found, bad = {}, dict(loaded.bad)
+    for name, asset in sorted(_completions_assets(loaded.definitions).items()):
+        try:
+            found[name] = _dataset(loaded.definitions, asset)
+        except click.ClickException as error:
+            bad[name] = error.message
+    return found, bad
+
+
+def _dataset(definitions: dg.Definitions, asset: dg.AssetsDefinition) -> Dataset:
+    spec = _spec(asset)
+    return Dataset(spec, open_store(spec), _model_settings(definitions, asset, spec.name))
 
 
 def find_specs(module: str, names: Iterable[str]) -> dict[str, BulkInferenceSpec]:
@@ -100,9 +116,12 @@ def _model_settings(
     }
     for resource in resources.values():
         if isinstance(resource, ExLlamaV2Resource):
-            with resource.process_config_and_initialize_cm() as resolved:  # reads EnvVars
-                values = {name: getattr(resolved, name) for name in GeneratorSettings.model_fields}
-            return GeneratorSettings(**values)
+            try:
+                with resource.process_config_and_initialize_cm() as resolved:  # reads EnvVars
+                    names = GeneratorSettings.model_fields
+                    return GeneratorSettings(**{name: getattr(resolved, name) for name in names})
+            except (dg.DagsterError, ValueError) as error:
+                raise click.ClickException(f"{name}: {reason_of(error)}") from None
     raise click.ClickException(
         f"{name}: no ExLlamaV2Resource among its resources ({', '.join(sorted(resources))}); "
         "add one to the definitions under its generator_resource"

@@ -59,7 +59,7 @@ def load_definitions(module: str) -> Loaded:
         bad: dict[str, str] = {}
         definitions = _load_apart(loaded, bad)
         if not bad:
-            raise click.ClickException(f"--module: {module}: {_reason(error)}") from None
+            raise click.ClickException(f"--module: {module}: {reason_of(error)}") from None
         return Loaded(module, definitions, bad)
     if not isinstance(definitions, dg.Definitions):
         raise WrongUseError(f"--module: {module} has no Definitions named defs; name one")
@@ -89,7 +89,7 @@ def _load_folder(folder: ModuleType, root: Path, bad: dict[str, str]) -> dg.Defi
         return tree.build_defs(path)
     except Exception as error:
         if file := next((path / name for name in COMPONENT_FILES if (path / name).exists()), None):
-            bad[_dataset_name(file)] = f"{os.path.relpath(file)}: {_reason(error)}"
+            bad[_dataset_name(file)] = f"{os.path.relpath(file)}: {reason_of(error)}"
             return dg.Definitions()
     found = []
     for child in sorted(path.iterdir()):
@@ -106,7 +106,7 @@ def _load_file(name: str, path: Path, bad: dict[str, str]) -> dg.Definitions:
         module = importlib.import_module(name)
         definitions = _defs_of(module)
     except Exception as error:
-        bad[path.stem] = f"{os.path.relpath(path)}: {_reason(error)}"
+        bad[path.stem] = f"{os.path.relpath(path)}: {reason_of(error)}"
         return dg.Definitions()
     if isinstance(definitions, dg.Definitions):
         return definitions
@@ -121,7 +121,7 @@ def _dataset_name(file: Path) -> str:
         return file.parent.name
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The message at the bottom of a chain of exceptions, in one line."""
     while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
@@ -130,5 +130,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, ValidationError):  # of what stands beside the attributes
         problems = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
         return "; ".join(f"{where}: {rule}" for where, rule in problems)
-    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    text = str(error).partition("Stack Trace:")[0]  # which some of Dagster's messages hold
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     return "; ".join(line for line in lines if line) or repr(error)

@@ -11,9 +11,11 @@ import click
 
 from bulk_pipeline.cli.loading import WrongUseError
 
+OWN_MODULE = "bulk_pipeline.definitions"
 
-def _project_module() -> str:
-    """The definitions of the Dagster project in this folder; else this package's own."""
+
+def project_module() -> str | None:
+    """The definitions of the Dagster project in this folder, if it is one."""
     try:
         settings = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))
     except FileNotFoundError:
@@ -21,14 +23,14 @@ def _project_module() -> str:
     except ValueError as error:
         raise WrongUseError(f"pyproject.toml: {error}; correct it or give --module") from None
     project = settings.get("tool", {}).get("dg", {}).get("project", {})
-    package = project.get("root_module", "bulk_pipeline")
-    return project.get("code_location_target_module", f"{package}.definitions")
+    package = project.get("root_module")
+    return project.get("code_location_target_module", package and f"{package}.definitions")
 
 
 module_option = click.option(
     "-m",
     "--module",
-    default=_project_module,
+    default=lambda: project_module() or OWN_MODULE,
     show_default="of the Dagster project in this folder",
     help="Python module that holds the Dagster definitions.",
 )

@@ -131,7 +131,17 @@ class Report:
         return json.dumps(asdict(self) | {"stops": self.stops}, indent=1)
 
     def __str__(self) -> str:
-        sections = (_machine_lines, _model_lines, _fit_lines, _disk_lines, _problem_lines)
+        return f"{self.machine_text}\n{self.model_text}"
+
+    @property
+    def machine_text(self) -> str:
+        """What is the same for all models that run on this device."""
+        return "\n".join(_machine_lines(self))
+
+    @property
+    def model_text(self) -> str:
+        """The model, what fits, the disk, and the problems."""
+        sections = (_model_lines, _fit_lines, _disk_lines, _problem_lines)
         return "\n".join(line for section in sections for line in section(self))
 
     def note(self, text: str, stops: bool = False) -> None:
