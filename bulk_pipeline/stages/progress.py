@@ -348,6 +348,8 @@ def seconds_left(
     of the batch read their prompts at once, and the shortest answers are the only finished ones.
     It rests on at least another batch.
     """
+    if done >= requests:
+        return 0.0
     batch = max(mean_batch, LEAST_DONE)
     began, before = next(((at, had) for at, had, *_ in points if had >= batch), (0.0, 0))
     if done < 2 * batch or done - before < batch:

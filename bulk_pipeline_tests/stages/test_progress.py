@@ -215,6 +215,7 @@ CASES = {  # requests, done, seconds, batch, points; seconds left
     "steady since the first point": ((100, 20, 40.0, 8.0, [[30.0, 10, 0, 8.0]]), 80.0),
     "too little since the first point": ((100, 17, 40.0, 8.0, [[30.0, 10, 0, 8.0]]), None),
     "all is done": ((20, 20, 40.0, 8.0, []), 0.0),
+    "all of a small batch is done": ((2, 2, 4.0, 2.0, []), 0.0),
 }
 
 
