@@ -27,7 +27,8 @@ from bulk_pipeline.engine.sampling_slots import upload
 BITS = 32
 KEPT_COPIES = 1024  # compiled grammars, those that were unused for longest dropped first
 MAX_THREADS = 8  # that compile grammars
-MAX_COPIES = 32  # of a compiled grammar; as many threads llguidance's executor has at most
+MAX_EXECUTOR_THREADS = 32  # that make masks
+COPIES_PER_THREAD = 4  # of a compiled grammar: few rows share one, which threads wait for
 # No white space but a space after a colon or comma, as most JSON is written: where there may be
 # any, a model can go on with it for ever. A schema's own "x-guidance" takes precedence.
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -100,7 +101,7 @@ class RowGrammar:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A grammar compiled for one thread, or on its way: what rows start from, or what is wrong."""
+    """A grammar compiled once, or on its way: what rows start from, or what is wrong with it."""
 
     matcher: "Future[LLMatcher | str]"
     number: int
@@ -108,7 +109,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Copies:
-    """A grammar, compiled once for each thread that may work on it, as far as rows came.
+    """A grammar, compiled as often as threads may work on it at once, as far as rows came.
 
     Attributes
     ----------
@@ -121,7 +122,7 @@ class _Copies:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, each at most once for every processor.
+    """Compiles grammars for one tokenizer, each a few times for every thread that makes masks.
 
     It does so in threads of its own, while rows wait for their turn and the device is busy.
 
@@ -138,7 +139,8 @@ class Grammars:
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[StructuredOutput, _Copies] = OrderedDict()
         self._num_kept = 0
-        self._max_copies = min(len(os.sched_getaffinity(0)), MAX_COPIES)
+        threads = num_threads()
+        self._max_copies = COPIES_PER_THREAD * threads if threads > 1 else 1
         self._numbers = itertools.count()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -157,8 +159,8 @@ class Grammars:
         found.num_rows += 1
         if place == len(found.copies):
             if self._threads is None:
-                num_threads = min(self._max_copies, MAX_THREADS)
-                self._threads = ThreadPoolExecutor(num_threads, "compile-grammar")
+                most = min(num_threads(), MAX_THREADS)
+                self._threads = ThreadPoolExecutor(most, "compile-grammar")
             matcher = self._threads.submit(self._compile, structured, self.tokenizer)
             found.copies.append(_Copy(matcher, next(self._numbers)))
             self._num_kept += 1
@@ -190,6 +192,7 @@ class Grammars:
         try:
             grammar = grammar_of(structured)
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+            matcher.compute_bitmask()  # rows that start from it have their first one at once
             reason = matcher.get_error()
         except ValueError as error:
             reason = str(error)
@@ -217,7 +220,7 @@ class GrammarSlots:
         self._grammars[slot] = grammar
         self._is_used[slot] = grammar is not None
         if grammar is not None and self._executor is None:
-            self._executor = LLExecutor()
+            self._executor = LLExecutor(num_threads())
             shape = (len(self._grammars), grammar.num_words)
             self._pinned = torch.zeros(
                 shape, dtype=torch.int32, pin_memory=self._device.type == "cuda"
@@ -236,7 +239,7 @@ class GrammarSlots:
         ends = np.zeros(len(slots), bool)
         [places] = np.nonzero(self._is_used[slots])
         if len(places):
-            grammars = [self.of(slot) for slot in slots[places]]
+            grammars = [self.of(slot) for slot in slots[places].tolist()]
             tokens = ids[places].tolist()
             going_on = zip(grammars, tokens, ended[places], strict=True)
             taken = [(grammar, token) for grammar, token, is_over in going_on if not is_over]
@@ -261,7 +264,7 @@ class GrammarSlots:
         are overwritten.
         """
         [places] = np.nonzero(self._is_used[slots])
-        masks = self._fill([self.of(slot) for slot in slots[places]])
+        masks = self._fill([self.of(slot) for slot in slots[places].tolist()])
         rows = upload(places, self._device)
         if self._device.type == "cuda":
             from bulk_pipeline.engine.sampling_kernel import mask_in_place
@@ -281,12 +284,18 @@ class GrammarSlots:
         fill_next_token_bitmask_par(self._executor, matchers, masks)
         word, bit = divmod(grammars[0].eos_id, BITS)
         bits = masks.view(np.uint32)
-        may_end = (bits[:, word] >> np.uint32(bit)) & 1
-        for place in np.nonzero(may_end)[0]:
-            ends = grammars[int(place)].end_ids
-            bits[place, word] &= ~np.uint32(1 << bit)
-            np.bitwise_or.at(bits[place], ends // BITS, (1 << (ends % BITS)).astype(np.uint32))
+        [may_end] = np.nonzero((bits[:, word] >> np.uint32(bit)) & 1)
+        if len(may_end):
+            bits[may_end, word] &= ~np.uint32(1 << bit)
+            ends = [grammars[place].end_ids for place in may_end.tolist()]
+            rows, ids = np.repeat(may_end, [len(each) for each in ends]), np.concatenate(ends)
+            np.bitwise_or.at(bits, (rows, ids // BITS), (1 << (ids % BITS)).astype(np.uint32))
         return self._pinned[: len(grammars)]
+
+
+def num_threads() -> int:
+    """Return how many threads make masks."""
+    return min(len(os.sched_getaffinity(0)), MAX_EXECUTOR_THREADS)
 
 
 def grammar_of(structured: StructuredOutput) -> str:

@@ -311,14 +311,17 @@ def begun(grammars: Grammars, name: str, **changes) -> RowGrammar:
 
 
 class TestCompiled:
-    def test_once_for_each_processor(self, toy_float64, monkeypatch):
-        """llguidance's threads wait for each other at a lexer that they share."""
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    @pytest.mark.parametrize(("num_processors", "num_copies"), [(1, 1), (2, 8)])
+    def test_so_often_that_threads_hardly_wait_for_each_other(
+        self, toy_float64, monkeypatch, num_processors, num_copies
+    ):
+        """A lexer that rows share works for one of llguidance's threads at a time."""
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_processors)))
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
-        copies = [begun(grammars, "regex").copy for _ in range(7)]
-        others = [begun(grammars, "choice").copy for _ in "ab"]
-        assert copies[:3] * 2 + copies[:1] == copies
-        assert len({*copies, *others}) == 5
+        copies = [begun(grammars, "regex").copy for _ in range(2 * num_copies)]
+        others = [begun(grammars, "choice").copy for _ in range(num_copies)]
+        assert copies[:num_copies] == copies[num_copies:]
+        assert len({*copies, *others}) == 2 * num_copies
 
     def test_each_grammar_once(self, toy_float64):
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
