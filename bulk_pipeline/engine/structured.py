@@ -5,6 +5,7 @@ tokens may come next. The bits are filled on the host while the device runs the 
 only they travel.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ BITS = 32
 KEPT_COPIES = 1024  # compiled grammars, those that were unused for longest dropped first
 MAX_THREADS = 8  # that compile grammars
 MAX_EXECUTOR_THREADS = 32  # that make masks
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, in so many
 COPIES_PER_THREAD = 4  # of a compiled grammar: few rows share one, which threads wait for
 # No white space but a space after a colon or comma, as most JSON is written: where there may be
 # any, a model can go on with it for ever. A schema's own "x-guidance" takes precedence.
@@ -44,6 +48,8 @@ class RowGrammar:
 
     Attributes
     ----------
+    structured
+        What the answer must be.
     matcher
         Follows the row's tokens; there after `begin`, as all below.
     copy
@@ -60,14 +66,14 @@ class RowGrammar:
     end_ids: np.ndarray
 
     def __init__(self, grammars: "Grammars", structured: StructuredOutput, ends: list[int]) -> None:
-        self._grammars, self._structured, self._ends = grammars, structured, ends
+        self._grammars, self.structured, self._ends = grammars, structured, ends
         self._compiled: _Copy | None = None
         self._has_begun = False
 
     def prepare(self) -> None:
         """Let the grammar be compiled while the row waits."""
         if self._compiled is None:
-            self._compiled = self._grammars.compile(self._structured)
+            self._compiled = self._grammars.compile(self)
 
     def begin(self) -> str | None:
         """Go to the beginning of the grammar, unless done before; wait until it is compiled.
@@ -99,26 +105,19 @@ class RowGrammar:
         return NO_TOKEN_LEFT.format(one_line(self.matcher.get_error()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Copy:
-    """A grammar compiled once, or on its way: what rows start from, or what is wrong with it."""
-
-    matcher: "Future[LLMatcher | str]"
-    number: int
-
-
-@dataclass(slots=True)
-class _Copies:
-    """A grammar, compiled as often as threads may work on it at once, as far as rows came.
+    """A grammar compiled once, or on its way: what rows start from, or what is wrong with it.
 
     Attributes
     ----------
-    num_rows
-        Rows that started so far.
+    rows
+        Those that wait or run with it.
     """
 
-    copies: list[_Copy] = field(default_factory=list)
-    num_rows: int = 0
+    matcher: "Future[LLMatcher | str]"
+    number: int
+    rows: WeakSet[RowGrammar] = field(default_factory=WeakSet)
 
 
 class Grammars:
@@ -137,7 +136,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[StructuredOutput, _Copies] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, list[_Copy]] = OrderedDict()
         self._num_kept = 0
         threads = num_threads()
         self._max_copies = COPIES_PER_THREAD * threads if threads > 1 else 1
@@ -151,22 +150,24 @@ class Grammars:
         ends = [i for i in params.stop_token_ids if 0 <= i < self._vocab_size]
         return RowGrammar(self, params.structured, ends)
 
-    def compile(self, structured: StructuredOutput) -> _Copy:
+    def compile(self, row: RowGrammar) -> _Copy:
         """Return what a row starts from; it may be on its way still."""
-        found = self._compiled.setdefault(structured, _Copies())
+        structured = row.structured
+        copies = self._compiled.setdefault(structured, [])
         self._compiled.move_to_end(structured)
-        place = found.num_rows % self._max_copies
-        found.num_rows += 1
-        if place == len(found.copies):
+        copy = min(copies, key=lambda one: len(one.rows), default=None)
+        if copy is None or (copy.rows and len(copies) < self._max_copies):
             if self._threads is None:
                 most = min(num_threads(), MAX_THREADS)
                 self._threads = ThreadPoolExecutor(most, "compile-grammar")
             matcher = self._threads.submit(self._compile, structured, self.tokenizer)
-            found.copies.append(_Copy(matcher, next(self._numbers)))
+            copy = _Copy(matcher, next(self._numbers))
+            copies.append(copy)
             self._num_kept += 1
             while self._num_kept > KEPT_COPIES:
                 self._drop(next(iter(self._compiled)))
-        return found.copies[place]
+        copy.rows.add(row)
+        return copy
 
     def stop(self) -> None:
         """End the threads after what they are at; what is compiled stays for other rows."""
@@ -174,8 +175,8 @@ class Grammars:
             return
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._threads = None
-        for structured, found in list(self._compiled.items()):
-            if any(one.matcher.cancelled() or not one.matcher.done() for one in found.copies):
+        for structured, copies in list(self._compiled.items()):
+            if any(one.matcher.cancelled() or not one.matcher.done() for one in copies):
                 self._drop(structured)
 
     @cached_property
@@ -185,7 +186,7 @@ class Grammars:
         return from_tokenizer(self._hf_tokenizer, n_vocab=size)
 
     def _drop(self, structured: StructuredOutput) -> None:
-        self._num_kept -= len(self._compiled.pop(structured).copies)
+        self._num_kept -= len(self._compiled.pop(structured))
 
     def _compile(self, structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher | str:
         """Return what rows start from, or the problem in one line."""
@@ -294,8 +295,12 @@ class GrammarSlots:
 
 
 def num_threads() -> int:
-    """Return how many threads make masks."""
-    return min(len(os.sched_getaffinity(0)), MAX_EXECUTOR_THREADS)
+    """Return how many threads make masks: as many as there are processors for this process."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no limit
+        quota, period = map(int, CPU_LIMIT.read_text().split())
+        count = min(count, max(1, quota // period))
+    return min(count, MAX_EXECUTOR_THREADS)
 
 
 def grammar_of(structured: StructuredOutput) -> str:

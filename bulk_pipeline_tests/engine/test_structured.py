@@ -301,7 +301,7 @@ def choice_request(number: int) -> Request:
 
 
 def num_kept(grammars: Grammars) -> int:
-    return sum(len(found.copies) for found in grammars._compiled.values())
+    return sum(len(copies) for copies in grammars._compiled.values())
 
 
 def begun(grammars: Grammars, name: str, **changes) -> RowGrammar:
@@ -311,17 +311,32 @@ def begun(grammars: Grammars, name: str, **changes) -> RowGrammar:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize(("num_processors", "num_copies"), [(1, 1), (2, 8)])
+    @pytest.mark.parametrize(
+        ("processors", "limit", "num_copies"),
+        [(1, "", 1), (2, "", 8), (8, "max 100000", 32), (8, "250000 100000", 8), (8, "9 100", 1)],
+    )
     def test_so_often_that_threads_hardly_wait_for_each_other(
-        self, toy_float64, monkeypatch, num_processors, num_copies
+        self, toy_float64, monkeypatch, tmp_path, processors, limit, num_copies
     ):
         """A lexer that rows share works for one of llguidance's threads at a time."""
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_processors)))
+        (tmp_path / "cpu.max").write_text(limit)
+        monkeypatch.setattr(structured, "CPU_LIMIT", tmp_path / "cpu.max")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)))
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
-        copies = [begun(grammars, "regex").copy for _ in range(2 * num_copies)]
-        others = [begun(grammars, "choice").copy for _ in range(num_copies)]
+        rows = [begun(grammars, "regex") for _ in range(2 * num_copies)]
+        others = [begun(grammars, "choice") for _ in range(num_copies)]
+        copies = [row.copy for row in rows]
         assert copies[:num_copies] == copies[num_copies:]
-        assert len({*copies, *others}) == 2 * num_copies
+        assert len({row.copy for row in rows + others}) == 2 * num_copies
+
+    def test_no_more_often_than_there_are_rows_at_once(self, toy_float64, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+        grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
+        first, second = begun(grammars, "regex"), begun(grammars, "regex")
+        copy = second.copy
+        del second
+        assert [begun(grammars, "regex").copy for _ in range(9)] == [copy] * 9
+        assert first.copy != copy
 
     def test_each_grammar_once(self, toy_float64):
         grammars = Grammars(AutoTokenizer.from_pretrained(toy_float64), VOCAB_SIZE)
