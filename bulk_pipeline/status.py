@@ -5,12 +5,14 @@ from typing import Any
 
 from bulk_pipeline.plan_view import format_seconds, text_table
 from bulk_pipeline.spec import SamplingSpec
+from bulk_pipeline.stages.journal import ISOLATE_AFTER, read_failures, run_alone_note
 from bulk_pipeline.stages.progress import add_up, is_alive, read_progress, seconds_left
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
 from bulk_pipeline.store import (
     COMPLETIONS,
     OUTPUT,
     PROMPTS,
+    SET_ASIDE,
     SLICES,
     TABLES,
     Manifest,
@@ -38,6 +40,9 @@ class PartitionStatus:
         Of its requests, where they run or a run left them: see `stages.progress`.
     changed_sampling
         What differs from the dataset's sampling: see `stages.sampling_changes`.
+    requests_alone
+        Where no run is going: requests that the next one takes last, one at a time, since they
+        were in generation in failed runs.
     """
 
     partition: str
@@ -45,6 +50,7 @@ class PartitionStatus:
     table: str | None = None
     progress: dict[str, Any] | None = None
     changed_sampling: dict[str, dict[str, Any]] = field(default_factory=dict)
+    requests_alone: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the progress with its rates."""
@@ -53,6 +59,7 @@ class PartitionStatus:
             "state": self.state,
             "table": self.table,
             "changed_sampling": self.changed_sampling,
+            "requests_alone": self.requests_alone,
         }
         if self.progress is None:
             return value
@@ -110,6 +117,15 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
 
 
 def _status(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
+    status = _how_far(store, key, is_sliced)
+    if status.state != STOPPED or status.table != COMPLETIONS:
+        return status
+    stopped = [store.partition(COMPLETIONS, key), *(store.slices(key) if is_sliced else [])]
+    counts = [count for each in stopped for count in read_failures(each).values()]
+    return replace(status, requests_alone=sum(count >= ISOLATE_AFTER for count in counts))
+
+
+def _how_far(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
     progress = read_progress(store.partition(COMPLETIONS, key))
     if progress is None and is_sliced:
         records = [record for each in store.slices(key) if (record := read_progress(each))]
@@ -147,7 +163,23 @@ def to_text(dataset: str, statuses: list[PartitionStatus]) -> str:
         for each in statuses
         if each.changed_sampling
     ]
-    return "\n".join([head, *table, *changed])
+    alone = [
+        f"{each.partition}: {run_alone_note(each.requests_alone)}"
+        for each in statuses
+        if each.requests_alone
+    ]
+    return "\n".join([head, *table, *changed, *alone])
+
+
+def set_aside_text(dataset: str, store: Store) -> str | None:
+    """A line on files that were found torn or foreign, which nothing reads; None without any."""
+    sizes = store.set_aside_sizes()
+    if not sizes:
+        return None
+    return (
+        f"{dataset}: {len(sizes)} files set aside, {sum(sizes) / 1e6:,.1f} MB, in folders "
+        f"{SET_ASIDE}; nothing reads them, delete them when you like"
+    )
 
 
 def _row(status: PartitionStatus) -> tuple[str, str, str, str, str]:

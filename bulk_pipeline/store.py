@@ -376,6 +376,11 @@ class Store:
         with ThreadPoolExecutor(READERS) as pool:
             return list(pool.map(read, items))
 
+    def set_aside_sizes(self) -> list[int]:
+        """Bytes of each file that was found torn or foreign; lists everything of the dataset."""
+        found = self.fs.find(self.path, detail=True)
+        return [each["size"] for path, each in found.items() if f"/{SET_ASIDE}/" in path]
+
     def read_json(self, name: str) -> Any:
         """The value stored under `name`, or None."""
         try:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from bulk_pipeline import build_bulk_inference_defs, scan_table
 from bulk_pipeline.cli import main
 from bulk_pipeline.stages.complete import complete_partition
-from bulk_pipeline.stages.journal import JOURNAL, MAX_DEATHS, REMOTE_AHEAD
+from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, REMOTE_AHEAD
 from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
@@ -130,7 +130,7 @@ def test_a_row_that_kills_the_process_is_found_out(crashes, s3, toy_float64, tmp
     num_deaths = 0
     while (report := crashes.run(spec, **order))["signal"] == 9:
         num_deaths += 1
-        assert num_deaths <= MAX_DEATHS
+        assert num_deaths <= GIVE_UP_AFTER
     assert report["error"] is None
     rows = read_rows(Store(spec["output"]["root"], "data"), COMPLETIONS)
     assert [row["status"] for row in rows] == ["error" if i == 5 else "stop" for i in range(20)]

@@ -21,7 +21,7 @@ from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.progress import PROGRESS_FILE, Progress
 from bulk_pipeline.status import read_status, to_text
-from bulk_pipeline.store import COMPLETIONS, Store
+from bulk_pipeline.store import COMPLETIONS, SET_ASIDE, Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,
@@ -140,6 +140,12 @@ def test_status_on_the_command_line(module, tmp_path, monkeypatch):
     result = CliRunner().invoke(main, ["status", "-m", module, "--json", "data"])
     (found,) = json.loads(result.output)["data"]
     assert (found["state"], found["seconds_left"]) == ("running", 12.0)
+    aside = Path(store.partition(COMPLETIONS, KEY).path) / SET_ASIDE
+    aside.mkdir()
+    (aside / "part-torn.parquet").write_bytes(bytes(2_500_000))
+    result = CliRunner().invoke(main, ["status", "-m", module])
+    line = "data: 1 files set aside, 2.5 MB, in folders _set_aside; nothing reads them"
+    assert line in result.output
     naps = []
 
     def nap(seconds: float) -> None:

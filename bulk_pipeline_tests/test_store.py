@@ -292,6 +292,7 @@ def test_foreign_file_is_set_aside_once(store: Store) -> None:
     with partition.writer() as writer:
         assert writer.set_aside == []
     assert read(partition) == rows(0)
+    assert store.set_aside_sizes() == [len(b"PAR1")]
 
 
 def test_damaged_page_is_found(local: Partition) -> None:

@@ -29,7 +29,7 @@ from bulk_pipeline.cli.options import (
 from bulk_pipeline.gpu_pool import telling_of_a_wait
 from bulk_pipeline.progress_view import progress_bar
 from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec, change_sampling
-from bulk_pipeline.status import RUNNING, STOPPED, read_status, to_text
+from bulk_pipeline.status import RUNNING, STOPPED, read_status, set_aside_text, to_text
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 
 CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
@@ -229,6 +229,9 @@ def status(
             if follow and sys.stdout.isatty():
                 click.clear()
             click.echo("\n".join(to_text(name, found[name]) for name in found))
+        if not follow and not as_json:
+            for line in filter(None, (set_aside_text(*each) for each in stores.items())):
+                click.echo(line)
         is_running = any(each.state == RUNNING for each in chain.from_iterable(found.values()))
         if not follow or not is_running:
             return

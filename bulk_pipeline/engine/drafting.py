@@ -15,6 +15,7 @@ from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exllamav2.generator.dynamic import _randomhash
 
 from bulk_pipeline.engine.adapters import LowRank
+from bulk_pipeline.engine.errors import reason_of
 from bulk_pipeline.engine.request import SamplingParams
 from bulk_pipeline.engine.sampling import SamplingBatch, sample
 from bulk_pipeline.engine.scheduler import NO_TOKEN, NOT_NUMBERS, Row, Stats
@@ -70,7 +71,11 @@ class DraftingLoop:
         waiting = self.generator.pending_jobs
         num_before = len(waiting)
         for row in rows:
-            self.generator.enqueue(_Job(row, self._num_draft, self._on_finish, self._stats))
+            try:
+                self.generator.enqueue(_Job(row, self._num_draft, self._on_finish, self._stats))
+            except Exception as error:  # exllamav2 refuses a job by an assertion
+                row.error = f"the request cannot be prepared: {reason_of(error)}"
+                self._on_finish(row)
         if first:
             waiting[:] = [*waiting[num_before:], *waiting[:num_before]]
 

@@ -7,12 +7,14 @@ once, from all token ids of a completion.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Protocol
 
 from bulk_pipeline.engine.adapters import Adapters, LowRank
 from bulk_pipeline.engine.bans import TAIL_SLACK_TOKENS, Bans
-from bulk_pipeline.engine.memory import is_out_of_memory, out_of_memory_message
+from bulk_pipeline.engine.errors import GenerationError, is_failure, reason_of
+from bulk_pipeline.engine.memory import is_gpu_lost, is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.engine.sampling import problem_with
 from bulk_pipeline.engine.scheduler import Row, Stats
@@ -114,6 +116,7 @@ class BulkGenerator:
         self._held: dict[str | None, list[Row]] = {}  # wait until their adapter is
         self._finished: deque[Completion] = deque()
         self._running = False
+        self._gpu_is_lost = False
         self._loop: Loop | None = make_loop(self.stats, self._finish)
 
     def run(
@@ -130,12 +133,24 @@ class BulkGenerator:
         share with it still stands in the cache.
 
         A request that cannot run (no ids, an id that the model does not know, too long) is a
-        completion with that status. Closing the iterator drops the requests in generation. An
-        error inside the model is raised after everything that finished before it was yielded;
-        the generator can then be used again.
+        completion with that status, and so is one whose own preparation fails. Closing the
+        iterator drops the requests in generation. An error inside the model is raised after
+        everything that finished before it was yielded; the generator can then be used again,
+        unless the GPU was lost by it.
+
+        Raises
+        ------
+        GenerationError
+            If the model failed on the requests in generation, one of which may be the reason.
+        RuntimeError
+            If a GPU's memory is full, or this process cannot use the GPU any more.
         """
         if self._loop is None:
             raise RuntimeError("the generator was closed; load it again")
+        if self._gpu_is_lost:
+            raise RuntimeError(
+                "the GPU failed earlier in this process, which cannot use it any more; run again"
+            )
         if self._running:
             raise RuntimeError("the generator runs already; finish or close that iterator first")
         self._running = True
@@ -185,7 +200,8 @@ class BulkGenerator:
         for model in self._models:
             close = getattr(model, "close", None) or getattr(model, "unload", None)
             if close is not None:
-                close()
+                with suppress(*[RuntimeError] * self._gpu_is_lost):  # it ends with the process
+                    close()
         self._models.clear()
 
     def _feed(self, waiting: Iterator[Request]) -> bool:
@@ -204,13 +220,13 @@ class BulkGenerator:
         assert self._loop is not None
         rows = []
         for request in requests:
-            refused = self._refuse(request)
-            if refused is not None:
-                self._finished.append(refused)
+            row = self._row_or_refusal(request)
+            if isinstance(row, Completion):
+                self._finished.append(row)
             elif request.adapter == self._adapter:
-                rows.append(self._row(request))
+                rows.append(row)
             else:
-                self._held.setdefault(request.adapter, []).append(self._row(request))
+                self._held.setdefault(request.adapter, []).append(row)
         self._loop.enqueue(rows, first)
 
     def _use_adapter(self, name: str | None) -> None:
@@ -232,7 +248,10 @@ class BulkGenerator:
             self._loop.forget()
             if isinstance(error, Exception) and is_out_of_memory(error):
                 raise RuntimeError(out_of_memory_message("generating")) from None
-            raise
+            if not is_failure(error):
+                raise
+            self._gpu_is_lost = is_gpu_lost()
+            raise GenerationError(f"the model failed in generation: {reason_of(error)}") from error
         finally:
             self.stats.seconds += time.perf_counter() - started
 
@@ -244,6 +263,20 @@ class BulkGenerator:
             if go_on is not None:
                 self._enqueue(go_on(completion), first=True)
             yield completion
+
+    def _row_or_refusal(self, request: Request) -> Row | Completion:
+        """Return what runs, or the completion of a request that cannot; an error is its own."""
+        try:
+            return self._refuse(request) or self._row(request)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return Completion(
+                request.request_id,
+                Status.ERROR,
+                prompt_tokens=len(request.input_ids),
+                error=f"the request cannot be prepared: {reason_of(error)}",
+            )
 
     def _refuse(self, request: Request) -> Completion | None:
         """Return the completion of a request that cannot run, else None."""
@@ -292,7 +325,13 @@ class BulkGenerator:
         return Row(request, tail, self._grammars.start(params), self._bans.start(params))
 
     def _finish(self, row: Row) -> None:
-        completion = _completion(row, self._decoder)
+        try:
+            completion = _completion(row, self._decoder)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            row.error = f"the answer cannot be decoded: {reason_of(error)}"
+            completion = _completion(row, self._decoder)
         self.stats.completion_tokens += len(completion.token_ids)
         self.stats.cached_tokens += completion.cached_tokens
         self._finished.append(completion)

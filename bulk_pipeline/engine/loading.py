@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 AUTO_TOKENS_PER_REQUEST = 1024  # of cache, for each request of a full batch
 CPU_BATCH_SIZE = 16  # more rows at once keep two to sixteen cores no busier
 AUTO_MEMORY_SHARE = 0.25  # of the memory that is free, at most, for an automatic cache
+VERSIONS = ("torch", "exllamav2", "transformers", "llguidance")  # recorded with each answer
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +270,7 @@ def _provenance(
     settings: GeneratorSettings, folder: Path, cache_tokens: int, batch_size: int, **found: str
 ) -> dict[str, Any]:
     """What produced a completion, as far as it is no part of the request."""
-    versions = {name: version(name) for name in ("torch", "exllamav2", "transformers")}
+    versions = {name: version(name) for name in VERSIONS}
     return {
         "model": folder.name,
         "fingerprint": model_fingerprint(folder, fingerprint_extras(settings)),

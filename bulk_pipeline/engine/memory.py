@@ -1,4 +1,4 @@
-"""Running out of GPU memory, said in one line with the numbers and what to lower."""
+"""Running out of GPU memory, said in one line with what to lower; and a GPU that is lost."""
 
 import torch
 
@@ -18,6 +18,19 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         is_cuda and any(sign in str(error) for sign in SIGNS)
     )
+
+
+def is_gpu_lost() -> bool:
+    """Whether an error was one of those after which CUDA does nothing more in this process."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):  # else this would begin to use it
+                torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def cache_margin(total_bytes: int, num_rows: int, vocab_size: int) -> int:

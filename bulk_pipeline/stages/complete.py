@@ -9,6 +9,9 @@ finished table.
 A later turn of a conversation is asked as soon as the answer before it is there, ahead of other
 rows. Where that answer is stored, or is that of another row which asks the same, the turn is asked
 on its own.
+
+Requests that were in generation in failed runs come last and alone, so that the one at fault is
+found out and the others are answered.
 """
 
 import json
@@ -25,15 +28,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bulk_pipeline.engine.request import NOT_RUN, READY, Completion, Request, Status
+from bulk_pipeline.engine.errors import GenerationError
+from bulk_pipeline.engine.request import (
+    NOT_RUN,
+    READY,
+    Completion,
+    Request,
+    SamplingParams,
+    Status,
+)
 from bulk_pipeline.spec import BulkInferenceSpec
-from bulk_pipeline.stages.journal import ISOLATE_DEATHS, MAX_DEATHS, Journal
+from bulk_pipeline.stages.journal import GIVE_UP_AFTER, ISOLATE_AFTER, Journal, run_alone_note
 from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile, tell_watchers
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.sampling_changes import changes_metadata, stored_changes
 from bulk_pipeline.stages.stored import (
     ANSWERS,
-    MAX_ATTEMPTS,
     Redo,
     Source,
     StoredAnswers,
@@ -47,7 +57,7 @@ from bulk_pipeline.stages.stored import (
     slice_sources,
     slices_of,
 )
-from bulk_pipeline.stages.wanted import WantedRequest, WantedRequests, key_halves, requests_at
+from bulk_pipeline.stages.wanted import WantedRequest, WantedRequests, requests_at
 from bulk_pipeline.store import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
@@ -68,6 +78,7 @@ WATCH_SECONDS = 0.5  # between two looks of those who watch within the process
 SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first
 PLACE = ("row_index", "sample_index", "turn")  # of a request; the order of the table
 READ_ROWS = 2048  # read at once, so that long completions stay few
+CHECK_ID = -1  # of the request that shows whether the engine works; no number of one
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +91,14 @@ class Generator(Protocol):
     def run(
         self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
     ) -> Iterator[Completion]:
-        """Yield one completion a request, in any order; call `on_step` after each step."""
+        """Yield one completion a request, in any order; call `on_step` after each step.
+
+        Raises
+        ------
+        GenerationError
+            If one of the requests that it has may be why it fails; it can be used again. Any other
+            exception counts against no request.
+        """
 
 
 class ChatGenerator(Generator, Protocol):
@@ -132,6 +150,8 @@ def complete_partition(
     ValueError
         If the prompts are missing, the cache is too small for the longest of them, or more
         requests than `output.max_error_rate` ended without an answer. What was answered stays.
+    GenerationError
+        If the model failed. What was answered stays; see `stages.journal` for the others.
     RuntimeError
         If another run is writing the partition.
     """
@@ -177,6 +197,7 @@ def complete_partition(
             ),
             "requests_copied": job.num_copied,
             **({"requests_from_slices": job.num_sliced} if job.num_sliced else {}),
+            **({"requests_run_alone": len(job.alone)} if len(job.alone) else {}),
             "requests_shared": job.num_fan_out,
             "completion_tokens": progress.completion_tokens,
             **(progress.rates() if job.num_to_run else {}),  # nothing would plot as 0
@@ -310,7 +331,7 @@ class _Job:
     is_left
         Mask of those of them that did not run yet.
     alone
-        Those of them that run one at a time, since processes died with them in flight.
+        Those of them that run last, one at a time, since runs failed with them in flight.
     given_up
         Those that do not run any more, for the same reason.
     attempts
@@ -384,7 +405,7 @@ class _Job:
         """Begin a redo, or go on with one."""
         self._redo, begins = begin_redo(self.writer, redo)
         if begins:
-            self.journal.forget(list(self.journal.deaths))
+            self.journal.forget(list(self.journal.failures))
             drop_slices(self.store, self.writer.partition.key)
 
     def take_from_slices(self) -> None:
@@ -409,8 +430,8 @@ class _Job:
         self.is_left[self.leaders] = True
         self.num_fan_out = int(missing.sum()) - len(self.leaders)
         self.attempts = answers.attempts
-        self.alone = self._with_deaths(ISOLATE_DEATHS, MAX_DEATHS)
-        self.given_up = self._with_deaths(MAX_DEATHS)
+        self.alone = self._with_failures(ISOLATE_AFTER, GIVE_UP_AFTER)
+        self.given_up = self._with_failures(GIVE_UP_AFTER)
         made_with = self.writer.manifest.meta.get("made_with", {})
 
         def has_row(numbers: np.ndarray) -> np.ndarray:
@@ -521,7 +542,7 @@ class _Job:
             kept=keep_unwanted(self.writer, self.wanted) if self.changed_sampling else [],
         )
         self.writer.discard(pieces)
-        self.journal.forget(list(self.journal.deaths))
+        self.journal.forget(list(self.journal.failures))
 
     def goes_on(self, number: int) -> bool:
         """Whether the next turn of a request's conversation is to run right after it."""
@@ -552,22 +573,23 @@ class _Job:
         answers.look_into(self.writer.partition, self.writer.manifest.stored, self._redo)
         return answers
 
-    def _with_deaths(self, least: int, below: int = 1 << 30) -> np.ndarray:
-        """Those of the leaders with which so many processes died; rising."""
-        keys = [key for key, deaths in self.journal.deaths.items() if least <= deaths < below]
-        _, numbers = self.wanted.with_keys(key_halves(bytes.fromhex("".join(keys))))
-        return np.intersect1d(self.leaders, numbers)
+    def _with_failures(self, least: int, below: int = 1 << 30) -> np.ndarray:
+        """Those of the leaders with which so many runs failed; rising."""
+        keys = [key for key, count in self.journal.failures.items() if least <= count < below]
+        return np.intersect1d(self.leaders, self.wanted.numbers_of(keys))
 
 
 def _run(job: _Job, sink: "_PartSink", get_generator: Callable[[], Generator]) -> None:
     """Put the leaders through the engine; what finished is stored even if the rest fails."""
     sink.report()
+    if len(job.alone):
+        log.warning("%s: %s", sink.progress.partition, run_alone_note(len(job.alone)))
     generator: Generator | None = None
     try:
         while len(openers := job.openers()):
             given_up = np.intersect1d(openers, job.given_up)
             for wanted in job.requests(given_up, _no_ids):
-                sink.add(wanted, _given_up(wanted), None, MAX_ATTEMPTS)
+                sink.add(wanted, _given_up(wanted), None, job.journal.failures[wanted.key])
             job.is_left[given_up] = False
             openers = np.setdiff1d(openers, given_up)
             if len(openers) and generator is None:
@@ -591,15 +613,34 @@ def _run_openers(job: _Job, sink: "_PartSink", generator: Generator, openers: np
     answer_ids: AnswerIds = getattr(generator, "answer_ids", _no_ids)
     together = job.requests(np.setdiff1d(openers, job.alone), answer_ids)
     _generate(job, sink, generator, together, job.journal.ahead)
-    # Few enough to hold: what was in flight when a process died.
+    # Few enough to hold: what was in flight when runs failed.
+    engine_works = False
     for wanted in list(job.requests(np.intersect1d(openers, job.alone), answer_ids)):
-        _generate(job, sink, generator, iter([wanted]), 1)
+        if not engine_works:
+            _check_engine(generator, wanted.adapter)
+        engine_works = _generate(job, sink, generator, iter([wanted]), 1, is_alone=True)
+
+
+def _check_engine(generator: Generator, adapter: str | None) -> None:
+    """Answer a request of one token, which raises where a failure is no request's own."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    for _ in generator.run([Request(CHECK_ID, (0,), params, adapter=adapter)]):
+        pass
 
 
 def _generate(
-    job: _Job, sink: "_PartSink", generator: Generator, wanted: Iterator[WantedRequest], ahead: int
-) -> None:
-    """Run requests together; the journal knows of each before the engine does."""
+    job: _Job,
+    sink: "_PartSink",
+    generator: Generator,
+    wanted: Iterator[WantedRequest],
+    ahead: int,
+    is_alone: bool = False,
+) -> bool:
+    """Run requests together; the journal knows of each before the engine does.
+
+    Where the model fails, that counts against what was in flight; a request that was so alone ends
+    as an error. Returns whether the model did not fail.
+    """
     in_flight: dict[int, WantedRequest] = {}
     noted: set[str] = set()  # keys of turns that are to come
 
@@ -640,7 +681,8 @@ def _generate(
         if job.wanted.num_turns == 1
         else chats.run(requests(), on_step=sink.tick, go_on=go_on)
     )
-    for completion in completions:
+
+    def finish(completion: Completion) -> None:
         request = in_flight.pop(cast(int, completion.request_id))
         job.is_left[request.number] = False
         job.journal.finish(request.key)
@@ -648,8 +690,21 @@ def _generate(
             for key in job.keys_noted_with(request):
                 noted.discard(key)
                 job.journal.finish(key)
-        attempts = int(job.attempts[request.number]) + 1
+        attempts = int(job.attempts[request.number]) + job.journal.failures[request.key] + 1
         sink.add(request, completion, produced_by[request.adapter], attempts)
+
+    try:
+        for completion in completions:
+            finish(completion)
+    except GenerationError as error:
+        if not is_alone or len(in_flight) != 1:
+            job.journal.blame(request.key for request in in_flight.values())
+            raise
+        [request] = in_flight.values()
+        log.warning("row %d failed alone: %s", request.row_index, error, exc_info=error)
+        finish(_failed_alone(request, error))
+        return False
+    return True
 
 
 def provenance_of(provenance: dict[str, Any], adapter: str | None) -> dict[str, Any]:
@@ -668,10 +723,18 @@ def _no_ids(token_ids: Sequence[int], text: str, stop_token_ids: Collection[int]
 
 def _given_up(wanted: WantedRequest) -> Completion:
     error = (
-        f"{MAX_DEATHS} processes died while this request was in flight, the last time with no "
-        f"other; look for the reason in the system's log (memory?), then redo it"
+        f"{GIVE_UP_AFTER} runs failed with this request in generation, the last ones with no "
+        f"other, when their process died; look for the reason in the system's log (memory?), then "
+        f"redo it"
     )
     return Completion(wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=error)
+
+
+def _failed_alone(wanted: WantedRequest, error: GenerationError) -> Completion:
+    reason = f"{error}; no other request was in it: redo this one once the reason is gone"
+    return Completion(
+        wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=reason
+    )
 
 
 def _completion_row(

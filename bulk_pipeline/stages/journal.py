@@ -1,9 +1,9 @@
-"""Which requests are in the engine, so that one that kills the process is found out.
+"""Which requests are in the engine, so that one that makes every run fail is found out.
 
 A request is noted before the engine gets it and crossed out when it is done. What a process left
-in the journal without closing it was in flight when the process died: each such death counts
-against the request, and is forgotten once it is answered. An orderly end, an interrupt or an
-exception counts against none.
+in the journal without closing it was in flight when the process died, and where the model failed
+the stage says what was: each such failure counts against the request, and is forgotten once it is
+answered. An orderly end, an interrupt or another exception counts against none.
 
 On a local disk a note is a line appended: enough for a process that dies, and cheap (no sync;
 when the whole machine dies, the last notes may be lost). Object storage has no append: there
@@ -16,14 +16,14 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import IO
 
 from bulk_pipeline.store import Partition, disk_errors, fault_point
 
 JOURNAL = "in_flight.journal"
-ISOLATE_DEATHS = 2  # after so many deaths a request runs alone
-MAX_DEATHS = 3  # after so many it is given up
+ISOLATE_AFTER = 2  # failures, a request runs alone
+GIVE_UP_AFTER = 4  # it does not run any more: one kill of a request alone may be by chance
 REMOTE_AHEAD = 256  # requests noted at once where each note is a whole object
 MAX_BYTES = 1 << 20  # the file is written afresh when it is longer
 
@@ -35,8 +35,8 @@ class Journal:
 
     Attributes
     ----------
-    deaths
-        How many processes died with a request in flight, by request key.
+    failures
+        How many runs failed with a request in flight, by request key.
     ahead
         How many requests to note at once.
     """
@@ -45,13 +45,13 @@ class Journal:
         self._store, self._folder = partition.store, partition.path
         name = JOURNAL if self._store.is_local else f"{uuid.uuid4().hex}.{JOURNAL}"
         self._path = f"{self._folder}/{name}"
-        self._left: dict[str, Counter[str]] = {}  # deaths by journal, of dead processes
+        self._left = _read_journals(partition)  # failures by journal
         self.ahead = 1 if self._store.is_local else REMOTE_AHEAD
         self._in_flight: set[str] = set()
         self._file: IO[bytes] | None = None
         self._bytes = 0
-        self.deaths = self._read() if self._store.is_local else self._read_others()
-        if self.deaths and self._store.is_local:
+        self.failures = sum(self._left.values(), Counter[str]())
+        if self.failures and self._store.is_local:
             self._rewrite()
 
     def start(self, keys: Iterable[str]) -> None:
@@ -65,67 +65,51 @@ class Journal:
         self._in_flight.discard(key)
         self._note(f"-{key}\n")
 
+    def blame(self, keys: Iterable[str]) -> None:
+        """Count a failure against requests, which are in flight no longer."""
+        failed = Counter(set(keys))
+        self._in_flight.difference_update(failed)
+        self.failures += failed
+        self._left[self._path] = self._left.get(self._path, Counter[str]()) + failed
+
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop the deaths of requests whose answer is stored, or that start over."""
-        known = self.deaths.keys() & set(keys)
+        """Drop the failures of requests whose answer is stored, or that start over."""
+        known = self.failures.keys() & set(keys)
         for key in known:
-            del self.deaths[key]
-        if known and self._store.is_local:
-            self._rewrite()
-        for path, deaths in self._left.items():
-            if deaths.keys() & known:
-                self._left[path] = Counter({k: n for k, n in deaths.items() if k not in known})
-                self._put_or_delete(path, _death_lines(self._left[path]))
+            del self.failures[key]
+        if self._store.is_local:
+            if known:
+                self._rewrite()
+            return
+        for path, failures in self._left.items():
+            if failures.keys() & known:
+                self._left[path] = Counter({k: n for k, n in failures.items() if k not in known})
+                self._put_or_delete(path, _lines(self._left[path]))
 
     def close(self) -> None:
-        """End in order: nothing is in flight, only earlier deaths are kept."""
+        """End in order: nothing is in flight, only failures are kept."""
         self._in_flight.clear()
         if not self._store.is_local:
             if self._bytes:
-                self._put_or_delete(self._path, [])
+                self._put_or_delete(self._path, _lines(self._left.get(self._path, {})))
             return
         try:
-            if self.deaths:
+            if self.failures:
                 self._rewrite()
                 return
         except OSError:  # better no journal than one that blames a full disk on a request
-            log.warning("%s cannot be written; deaths so far are forgotten", self._path)
+            log.warning("%s cannot be written; failures so far are forgotten", self._path)
         finally:
             self._close_file()
         if self._store.fs.exists(self._path):
             fault_point("journal delete")
             self._store.fs.rm_file(self._path)
 
-    def _read(self) -> Counter[str]:
-        """Deaths of before, and one more for each request that was left in flight."""
-        try:
-            return _count_deaths(self._store.fs.cat_file(self._path))
-        except FileNotFoundError:
-            return Counter()
-
-    def _read_others(self) -> Counter[str]:
-        """The deaths in all journals that other processes left, or have not closed yet."""
-        try:
-            names = self._store.fs.ls(self._folder, detail=False)
-        except FileNotFoundError:
-            names = []
-        paths = [name for name in names if name.endswith(JOURNAL)]
-        for path, data in zip(paths, self._store.read_many(self._cat, paths), strict=True):
-            if data is not None:
-                self._left[path] = _count_deaths(data)
-        return sum(self._left.values(), Counter[str]())
-
-    def _cat(self, path: str) -> bytes | None:
-        try:
-            return self._store.fs.cat_file(path)
-        except FileNotFoundError:  # its process has just ended in order
-            return None
-
     def _note(self, lines: str, is_start: bool = False) -> None:
         if not self._store.is_local:
             if is_start:
-                in_flight = [f"+{key}\n" for key in sorted(self._in_flight)]
-                self._bytes = self._put_or_delete(self._path, in_flight)
+                left = _lines(self._left.get(self._path, {}), self._in_flight)
+                self._bytes = self._put_or_delete(self._path, left)
             return
         if self._file is None or self._bytes > MAX_BYTES:
             self._rewrite()  # holds what is in flight
@@ -136,11 +120,10 @@ class Journal:
         self._bytes += len(lines)
 
     def _rewrite(self) -> None:
-        """Replace the file on a disk: deaths so far, and what is in flight now."""
+        """Replace the file on a disk: failures so far, and what is in flight now."""
         self._close_file()
-        lines = _death_lines(self.deaths) + [f"+{key}\n" for key in sorted(self._in_flight)]
         with self._store.open_atomic(self._path) as file:
-            file.write("".join(lines).encode())
+            file.write("".join(_lines(self.failures, self._in_flight)).encode())
         with disk_errors(self._path):
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._bytes = os.path.getsize(self._path)
@@ -166,13 +149,46 @@ class Journal:
             self._file = None
 
 
-def _death_lines(deaths: Counter[str]) -> list[str]:
-    return [f"x{key} {count}\n" for key, count in deaths.items()]
+def run_alone_note(num_requests: int) -> str:
+    """What a run does with requests that it found in the journal, as logs and plans say it."""
+    return (
+        f"{num_requests} of the requests were in generation in {ISOLATE_AFTER} failed runs or "
+        f"more: they run last, one at a time"
+    )
 
 
-def _count_deaths(data: bytes) -> Counter[str]:
-    """The deaths that a journal tells of, and one more for each request that it left in flight."""
-    deaths: Counter[str] = Counter()
+def read_failures(partition: Partition) -> Counter[str]:
+    """How many runs failed with a request in flight, by key, while no run is going."""
+    return sum(_read_journals(partition).values(), Counter[str]())
+
+
+def _read_journals(partition: Partition) -> dict[str, Counter[str]]:
+    """The failures in a partition's journal; on object storage in all that processes left."""
+    store = partition.store
+
+    def read(path: str) -> bytes | None:
+        try:
+            return store.fs.cat_file(path)
+        except FileNotFoundError:  # its process has just ended in order
+            return None
+
+    paths = [f"{partition.path}/{JOURNAL}"]
+    if not store.is_local:
+        paths = [f"{partition.path}/{n}" for n in partition.file_sizes() if n.endswith(JOURNAL)]
+    found = zip(paths, store.read_many(read, paths), strict=True)
+    return {path: _count_failures(data) for path, data in found if data is not None}
+
+
+def _lines(failures: Mapping[str, int], in_flight: Iterable[str] = ()) -> list[str]:
+    return [
+        *(f"x{key} {count}\n" for key, count in failures.items()),
+        *(f"+{key}\n" for key in sorted(in_flight)),
+    ]
+
+
+def _count_failures(data: bytes) -> Counter[str]:
+    """The failures that a journal tells of, and one more for each request left in flight."""
+    failures: Counter[str] = Counter()
     in_flight: set[str] = set()
     for line in data.decode("ascii", "replace").splitlines():
         mark, key = line[:1], line[1:33]
@@ -183,6 +199,6 @@ def _count_deaths(data: bytes) -> Counter[str]:
         elif mark == "-":
             in_flight.discard(key)
         elif mark == "x":
-            deaths[key] = int(line[34:] or 1)
-    deaths.update(in_flight)
-    return deaths
+            failures[key] = int(line[34:] or 1)
+    failures.update(in_flight)
+    return failures

@@ -5,7 +5,7 @@ sample, turn after turn, whether or not the row can run.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -212,6 +212,10 @@ class WantedRequests:
         numbers = self.by_key[first[places] + within]
         fits = self.ready[numbers] & (self.key_high[numbers] == keys[places, 0])
         return places[fits], numbers[fits]
+
+    def numbers_of(self, keys: Iterable[str]) -> np.ndarray:
+        """Numbers of the ready requests with these keys."""
+        return self.with_keys(key_halves(bytes.fromhex("".join(keys))))[1]
 
     def first_of_each(self, chosen: np.ndarray) -> np.ndarray:
         """Of the requests in the mask `chosen`, the first of each key and limit; rising."""

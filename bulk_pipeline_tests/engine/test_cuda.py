@@ -6,6 +6,8 @@ The real quantised model is the folder that the variable SMOLLM2_EXL2 names.
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,46 @@ def test_too_large_a_cache_is_one_line_with_numbers_and_leaves_the_gpu_free(exl2
     del e
     assert used() <= before + (1 << 20)
     load_generator(make_settings(exl2)).close()
+
+
+LOSE_THE_GPU = """
+import sys
+import torch
+from bulk_pipeline.engine.errors import GenerationError
+from bulk_pipeline.engine.loading import load_generator
+from bulk_pipeline.engine.request import Request, SamplingParams
+from bulk_pipeline.spec import GeneratorSettings
+
+settings = GeneratorSettings(model=sys.argv[1], device="cuda", cache_tokens=8192)
+generator = load_generator(settings)
+greedy = SamplingParams(temperature=0, max_new_tokens=4)
+assert len(list(generator.run([Request(0, [5, 6, 7], greedy)]))) == 1
+prefill = generator._loop.model.prefill
+
+
+def failing(*args):
+    torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")]  # an assert on the device
+    prefill(*args)
+
+
+generator._loop.model.prefill = failing
+for _ in range(2):
+    try:
+        list(generator.run([Request(0, [8, 9, 10], greedy)]))
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+generator.close()
+"""
+
+
+def test_a_gpu_that_is_lost_is_told_from_a_request_that_fails(exl2):
+    command = [sys.executable, "-c", LOSE_THE_GPU, str(exl2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    first, second = done.stdout.strip().splitlines()[-2:]
+    assert first.startswith("GenerationError the model failed in generation: "), done.stderr
+    assert "device-side assert" in first
+    assert second.startswith("RuntimeError the GPU failed earlier in this process"), done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_running_out_of_memory_is_one_line_and_the_generator_can_go_on(exl2, encode):

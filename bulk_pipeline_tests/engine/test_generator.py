@@ -2,6 +2,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.errors import GenerationError
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Request, SamplingParams, Status
 from bulk_pipeline.spec import GeneratorSettings
@@ -202,6 +204,85 @@ class TestStream:
         assert next(run).request_id == "last"
         with pytest.raises(RuntimeError, match="defragmentation failed"):
             next(run)
+
+    def test_an_error_in_the_model_names_its_kind_in_one_line(self, toy_float64):
+        generator = make_generator(toy_float64)
+        forward = generator._models[0].forward_chunk
+
+        def failing(*args, **kwargs):
+            raise AssertionError("pages are wrong\nand much more")
+
+        generator._models[0].forward_chunk = failing
+        with pytest.raises(GenerationError, match="generation: AssertionError: pages are wrong$"):
+            run_one(generator, [5, 6])
+        generator._models[0].forward_chunk = forward
+        assert run_one(generator, [5, 6]).status in (Status.STOP, Status.LENGTH)
+
+    def test_a_gpu_that_is_lost_is_not_asked_again(self, toy_float64, monkeypatch):
+        generator = make_generator(toy_float64)
+        monkeypatch.setattr(generator._models[0], "forward_chunk", None)
+        monkeypatch.setattr("bulk_pipeline.engine.generator.is_gpu_lost", lambda: True)
+        with pytest.raises(GenerationError, match="TypeError"):
+            run_one(generator, [5, 6])
+        read = iter([Request(0, [5], GREEDY)])
+        with pytest.raises(RuntimeError, match="the GPU failed earlier in this process") as error:
+            next(generator.run(read))
+        assert not isinstance(error.value, GenerationError)
+        assert len(list(read)) == 1, "no request is taken for the reason"
+
+    @pytest.mark.parametrize("kind", [TypeError, type("PanicException", (BaseException,), {})])
+    @pytest.mark.parametrize("where", ["prepared", "decoded"])
+    def test_an_error_of_one_request_is_its_own(self, toy_float64, monkeypatch, kind, where):
+        generator = make_generator(toy_float64)
+        expected = run_one(generator, [5, 6]).token_ids
+        place = {"prepared": generator._grammars, "decoded": generator._decoder}[where]
+        name = {"prepared": "start", "decoded": "decode"}[where]
+        original, left = getattr(place, name), [1]
+
+        def failing(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise kind("nobody expected this\nnor that")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, failing)
+        requests = [Request(i, [5, 6], GREEDY) for i in range(3)]
+        found = sorted(generator.run(requests), key=lambda each: each.status != Status.ERROR)
+        assert [each.status for each in found].count(Status.ERROR) == 1
+        said = f"{where}: {kind.__name__}: nobody expected this"
+        assert found[0].error is not None
+        assert found[0].error.endswith(said)
+        assert (found[0].text, found[0].token_ids, found[0].prompt_tokens) == ("", (), 2)
+        assert [each.token_ids for each in found[1:]] == [expected, expected]
+
+    def test_a_request_that_exllamav2_refuses_is_an_error_of_its_own(self, toy_float64):
+        generator = make_generator(toy_float64, draft_model=str(toy_float64))
+        enqueue = generator._loop.generator.enqueue
+
+        def failing(job):
+            assert job.request.request_id != "bad", "no room"
+            enqueue(job)
+
+        generator._loop.generator.enqueue = failing
+        requests = [Request(name, [5, 6], GREEDY) for name in ("good", "bad", "better")]
+        found = {each.request_id: each for each in generator.run(requests)}
+        assert found["bad"].status == Status.ERROR
+        assert "prepared: AssertionError: no room" in found["bad"].error
+        assert found["good"].token_ids == found["better"].token_ids != ()
+
+    def test_an_interrupt_is_none(self, toy_float64, monkeypatch):
+        generator = make_generator(toy_float64)
+
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(generator._grammars, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_one(generator, [5, 6])
+
+    def test_it_says_which_libraries_made_an_answer(self, generator):
+        for name in ("torch", "exllamav2", "transformers", "llguidance"):
+            assert generator.provenance[name] == version(name)
 
     def test_cannot_be_used_once_closed(self, toy_float64):
         generator = make_generator(toy_float64)

@@ -34,8 +34,8 @@ def find(partition: Partition) -> list[str]:
 def test_what_was_in_flight_counts_as_a_death_each_time(partition):
     Journal(partition).start([A, B])
     Journal(partition).start([B])
-    assert Journal(partition).deaths == {A: 1, B: 2}
-    assert Journal(partition).deaths == {A: 1, B: 2}  # nothing was in flight since
+    assert Journal(partition).failures == {A: 1, B: 2}
+    assert Journal(partition).failures == {A: 1, B: 2}  # nothing was in flight since
 
 
 def test_an_orderly_end_counts_against_none_and_keeps_what_is_known(partition):
@@ -43,7 +43,7 @@ def test_an_orderly_end_counts_against_none_and_keeps_what_is_known(partition):
     journal = Journal(partition)
     journal.start([A, B])
     journal.close()
-    assert Journal(partition).deaths == {A: 1}
+    assert Journal(partition).failures == {A: 1}
 
 
 def test_nothing_is_left_when_nothing_is_known(partition):
@@ -59,14 +59,14 @@ def test_a_finished_request_is_crossed_out(partition):
     journal.start([A])
     journal.finish(A)
     journal.start([B])
-    assert Journal(partition).deaths == {B: 1}
+    assert Journal(partition).failures == {B: 1}
 
 
 def test_deaths_can_be_forgotten(partition):
     Journal(partition).start([A, B])
     journal = Journal(partition)
     journal.forget([A, C])
-    assert Journal(partition).deaths == {B: 1}
+    assert Journal(partition).failures == {B: 1}
 
 
 def test_the_journal_stays_small(partition, monkeypatch):
@@ -79,7 +79,7 @@ def test_the_journal_stays_small(partition, monkeypatch):
             journal.finish(key)
     assert len(content(partition) or b"") < 1200
     journal.start([A])  # object storage learns of what is done with the next start
-    assert Journal(partition).deaths == {f"{7:032x}": 1, A: 1}
+    assert Journal(partition).failures == {f"{7:032x}": 1, A: 1}
 
 
 def test_a_torn_last_line_is_passed_over(partition):
@@ -91,7 +91,7 @@ def test_a_torn_last_line_is_passed_over(partition):
     assert whole is not None
     (path,) = find(partition)
     partition.store.fs.pipe_file(path, whole + b"+" + C[:9].encode())
-    assert Journal(partition).deaths == {B: 1}
+    assert Journal(partition).failures == {B: 1}
 
 
 def test_a_process_that_was_overtaken_and_ends_in_order_counts_against_none():
@@ -102,7 +102,7 @@ def test_a_process_that_was_overtaken_and_ends_in_order_counts_against_none():
         later = Journal(partition)
         later.start([A])
         overtaken.close()
-        assert Journal(partition).deaths == {A: 1}  # the later one's, were it dead now
+        assert Journal(partition).failures == {A: 1}  # the later one's, were it dead now
         later.close()
-    assert Journal(partition).deaths == {}
+    assert Journal(partition).failures == {}
     assert find(partition) == []
