@@ -24,6 +24,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from bulk_pipeline.engine.errors import is_failure, reason_of
 from bulk_pipeline.engine.request import SamplingParams, StructuredOutput
 from bulk_pipeline.engine.sampling_slots import upload
 
@@ -197,6 +198,10 @@ class Grammars:
             reason = matcher.get_error()
         except ValueError as error:
             reason = str(error)
+        except BaseException as error:  # a panic in llguidance is this grammar's alone
+            if not is_failure(error):
+                raise
+            reason = reason_of(error)
         if reason:
             return (
                 f"sampling.structured_output.{structured.kind}: cannot be used "

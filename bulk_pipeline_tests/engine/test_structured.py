@@ -493,3 +493,25 @@ class TestSmolLm2:
         for completion in completions:
             assert completion.status == Status.STOP
             jsonschema.validate(json.loads(completion.text), schema)
+
+
+@pytest.mark.parametrize("kind", [TypeError, type("PanicException", (BaseException,), {})])
+def test_a_grammar_that_breaks_its_compiler_concerns_its_own_rows(toy_float64, monkeypatch, kind):
+    compile_ = structured.grammar_of
+
+    def breaking(grammar: StructuredOutput) -> str:
+        if grammar == GRAMMARS["regex"]:
+            raise kind("nobody expected this\nnor that")
+        return compile_(grammar)
+
+    monkeypatch.setattr(structured, "grammar_of", breaking)
+    generator = make_generator(toy_float64)
+    requests = [
+        Request(name, [5, 6], make_params(max_new_tokens=9, structured=GRAMMARS.get(name)))
+        for name in ("regex", "choice", "none")
+    ]
+    found = {each.request_id: each for each in generator.run(requests)}
+    assert found["regex"].status == Status.INVALID
+    assert f"cannot be used ({kind.__name__}: nobody expected this)" in (found["regex"].error or "")
+    assert found["choice"].token_ids
+    assert found["none"].token_ids
