@@ -19,7 +19,7 @@ from bulk_pipeline import store as store_module
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
-from bulk_pipeline.stages.complete import Generator, complete_partition
+from bulk_pipeline.stages.complete import CHECK_ID, Generator, complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
@@ -127,7 +127,8 @@ class _Counted:
     ) -> Iterator[Completion]:
         with self._log.open("a", buffering=1) as log:
             for completion in self._generator.run(requests, on_step, **go_on):
-                log.write(f"{completion.request_id}\n")
+                if completion.request_id != CHECK_ID:
+                    log.write(f"{completion.request_id}\n")
                 yield completion
 
 

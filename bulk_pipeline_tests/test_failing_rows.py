@@ -20,8 +20,9 @@ from bulk_pipeline.engine.request import Completion, Request
 from bulk_pipeline.engine.stand_in import install_stand_in
 from bulk_pipeline.plan import plan_partition
 from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.stages import complete as complete_module
 from bulk_pipeline.stages.complete import complete_partition, complete_slice
-from bulk_pipeline.stages.journal import JOURNAL
+from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, Journal
 from bulk_pipeline.status import STOPPED, read_status, to_text
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, StageReport, Store
 from bulk_pipeline_tests.factories import (
@@ -281,6 +282,40 @@ def test_interrupted_anywhere_only_the_rows_at_fault_are_errors(poison, events, 
             continue
     count_failures(lambda: complete(spec, store, Failing(poison)), 2 * len(poison))
     assert statuses(store) == expected(poison)
+
+
+class Death(BaseException):
+    """The process ends: nothing of it runs any more."""
+
+
+def die(spec: BulkInferenceSpec, store: Store, at: int) -> None:
+    """A run that is killed with a request in generation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "close", lambda self: None)
+        patch.setattr(complete_module._PartSink, "flush", lambda self: None)
+        with pytest.raises(Death):
+            complete(spec, store, Failing({at}, Death))
+
+
+def test_kills_by_chance_make_no_row_an_error(spec, store):
+    for _ in range(GIVE_UP_AFTER - 1):
+        die(spec, store, 4)  # twice with others, then alone
+    die(spec, store, 5)  # 4 is answered alone before it, and that answer lost
+    for _ in range(GIVE_UP_AFTER - 1):
+        die(spec, store, 4)
+    complete(spec, store, EchoGenerator())
+    assert statuses(store) == expected({})
+    assert journals(store) == []
+
+
+def test_a_row_that_kills_its_process_each_time_is_an_error(spec, store):
+    for _ in range(GIVE_UP_AFTER):
+        die(spec, store, 4)
+    complete(spec, store, Failing({4}, Death))
+    assert statuses(store) == expected({4})
+    assert (
+        "5 runs failed with this request in generation" in read_rows(store, COMPLETIONS)[4]["error"]
+    )
 
 
 def test_a_later_turn_of_a_conversation_is_found_out(spec, store):

@@ -691,6 +691,8 @@ def _generate(
                 noted.discard(key)
                 job.journal.finish(key)
         attempts = int(job.attempts[request.number]) + job.journal.failures[request.key] + 1
+        if completion.status in ANSWERS:
+            job.journal.forget([request.key])  # even if the answer gets lost: it can be answered
         sink.add(request, completion, produced_by[request.adapter], attempts)
 
     try:

@@ -2,8 +2,9 @@
 
 A request is noted before the engine gets it and crossed out when it is done. What a process left
 in the journal without closing it was in flight when the process died, and where the model failed
-the stage says what was: each such failure counts against the request, and is forgotten once it is
-answered. An orderly end, an interrupt or another exception counts against none.
+the stage says what was: each such failure counts against the request, and is forgotten once the
+engine has answered it, even if a kill takes the answer. An orderly end, an interrupt or another
+exception counts against none.
 
 On a local disk a note is a line appended: enough for a process that dies, and cheap (no sync;
 when the whole machine dies, the last notes may be lost). Object storage has no append: there
@@ -23,7 +24,7 @@ from bulk_pipeline.store import Partition, disk_errors, fault_point
 
 JOURNAL = "in_flight.journal"
 ISOLATE_AFTER = 2  # failures, a request runs alone
-GIVE_UP_AFTER = 4  # it does not run any more: one kill of a request alone may be by chance
+GIVE_UP_AFTER = 5  # it does not run any more: two kills of a request alone may be by chance
 REMOTE_AHEAD = 256  # requests noted at once where each note is a whole object
 MAX_BYTES = 1 << 20  # the file is written afresh when it is longer
 
@@ -73,7 +74,7 @@ class Journal:
         self._left[self._path] = self._left.get(self._path, Counter[str]()) + failed
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop the failures of requests whose answer is stored, or that start over."""
+        """Drop the failures of requests that were answered, or that start over."""
         known = self.failures.keys() & set(keys)
         for key in known:
             del self.failures[key]
