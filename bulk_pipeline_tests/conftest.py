@@ -21,7 +21,8 @@ MODELS = Path(__file__).parent.parent / "data" / "models"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where PyTorch sees none."""
+    """Put what takes long first, so that no worker is left with it, and skip what has no GPU."""
+    items.sort(key=lambda item: not {"slow", "ui"} & set(item.keywords))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

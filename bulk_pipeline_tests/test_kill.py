@@ -53,9 +53,10 @@ def write_project(folder: Path, model: Path) -> Store:
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start `dagster` in a process group of its own."""
+    """Start `dagster` in a process group of its own, which runs all steps itself."""
     command = [str(Path(sys.executable).parent / "dagster"), "asset", "materialize"]
     options = ["-f", "definitions.py", "--select", "*", "--partition", KEY]
+    options += ["--config-json", '{"execution": {"config": {"in_process": {}}}}']
     return subprocess.Popen(
         [*command, *options],
         cwd=folder,
