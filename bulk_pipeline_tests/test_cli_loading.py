@@ -145,3 +145,25 @@ def test_definitions_that_fail_outside_the_folder_are_one_line(project):
     result = call("status")
     assert result.exit_code == 1
     assert result.output == f"Error: --module: {project.parent.name}.definitions: broken\n"
+
+
+def test_beside_a_bad_file_folders_of_no_module_are_no_trouble(project):
+    (project / ".ipynb_checkpoints").mkdir()
+    (project / ".ipynb_checkpoints" / "x.py").write_text("1 / 0")
+    (project / "my.data").mkdir()
+    (project / "my.data" / "rows.csv").write_text("a\n1\n")
+    (project / "broken.py").write_text("raise ValueError('its own reason')")
+    result = call("status")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "good: 0 partitions\nmore: 0 partitions\nnested: 0 partitions\n"
+    assert "broken.py: its own reason" in result.stderr
+
+
+def test_files_that_do_not_go_together_are_one_line(project):
+    text = "import dagster as dg\n\ndefs = dg.Definitions(resources={{'same': '{}'}})\n"
+    (project / "one.py").write_text(text.format("a"))
+    (project / "two.py").write_text(text.format("b"))
+    result = call("status")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "same" in result.output

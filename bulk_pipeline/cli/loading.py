@@ -56,14 +56,20 @@ def load_definitions(module: str) -> Loaded:
     try:
         definitions = _defs_of(loaded)
     except Exception as error:  # whatever a user's definitions raise
-        bad: dict[str, str] = {}
-        definitions = _load_apart(loaded, bad)
-        if not bad:
-            raise click.ClickException(f"--module: {module}: {reason_of(error)}") from None
-        return Loaded(module, definitions, bad)
-    if not isinstance(definitions, dg.Definitions):
-        raise WrongUseError(f"--module: {module} has no Definitions named defs; name one")
-    return Loaded(module, definitions)
+        reason = reason_of(error)
+    else:
+        if not isinstance(definitions, dg.Definitions):
+            raise WrongUseError(f"--module: {module} has no Definitions named defs; name one")
+        return Loaded(module, definitions)
+    bad: dict[str, str] = {}
+    kept = dg.Definitions()
+    try:  # not while the error is handled: it would stand behind those of the files
+        kept = _load_apart(loaded, bad)
+    except Exception:  # two files that do not go together
+        bad.clear()
+    if not bad:
+        raise click.ClickException(f"--module: {module}: {reason}")
+    return Loaded(module, kept, bad)
 
 
 def _defs_of(module: ModuleType) -> object:
@@ -94,23 +100,19 @@ def _load_folder(folder: ModuleType, root: Path, bad: dict[str, str]) -> dg.Defi
     found = []
     for child in sorted(path.iterdir()):
         name = f"{folder.__name__}.{child.stem}"
-        if child.is_dir() and child.name != "__pycache__" and any(child.iterdir()):
-            found.append(_load_folder(importlib.import_module(name), root, bad))
-        elif child.suffix == ".py" and child.stem != "__init__":
-            found.append(_load_file(name, child, bad))
+        is_package = child.is_dir() and child.name.isidentifier() and child.name != "__pycache__"
+        try:
+            if is_package and any(child.iterdir()):
+                found.append(_load_folder(importlib.import_module(name), root, bad))
+            elif child.suffix == ".py" and child.stem != "__init__":
+                loaded = importlib.import_module(name)
+                definitions = _defs_of(loaded)
+                if not isinstance(definitions, dg.Definitions):
+                    definitions = dg.load_definitions_from_module(loaded)
+                found.append(definitions)
+        except Exception as error:
+            bad[child.stem] = f"{os.path.relpath(child)}: {reason_of(error)}"
     return dg.Definitions.merge(*found)
-
-
-def _load_file(name: str, path: Path, bad: dict[str, str]) -> dg.Definitions:
-    try:
-        module = importlib.import_module(name)
-        definitions = _defs_of(module)
-    except Exception as error:
-        bad[path.stem] = f"{os.path.relpath(path)}: {reason_of(error)}"
-        return dg.Definitions()
-    if isinstance(definitions, dg.Definitions):
-        return definitions
-    return dg.load_definitions_from_module(module)
 
 
 def _dataset_name(file: Path) -> str:

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -136,6 +136,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer: LLTokenizer | None = None
+        self._making_tokenizer = Lock()
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[StructuredOutput, list[_Copy]] = OrderedDict()
         self._num_kept = 0
@@ -161,7 +163,7 @@ class Grammars:
             if self._threads is None:
                 most = min(num_threads(), MAX_THREADS)
                 self._threads = ThreadPoolExecutor(most, "compile-grammar")
-            matcher = self._threads.submit(self._compile, structured, self.tokenizer)
+            matcher = self._threads.submit(self._compile, structured)
             copy = _Copy(matcher, next(self._numbers))
             copies.append(copy)
             self._num_kept += 1
@@ -180,20 +182,23 @@ class Grammars:
             if any(one.matcher.cancelled() or not one.matcher.done() for one in copies):
                 self._drop(structured)
 
-    @cached_property
+    @property
     def tokenizer(self) -> LLTokenizer:
         """As llguidance has it; that takes a moment, and few need it."""
-        size = max(self._vocab_size, len(self._hf_tokenizer))
-        return from_tokenizer(self._hf_tokenizer, n_vocab=size)
+        with self._making_tokenizer:
+            if self._tokenizer is None:
+                size = max(self._vocab_size, len(self._hf_tokenizer))
+                self._tokenizer = from_tokenizer(self._hf_tokenizer, n_vocab=size)
+            return self._tokenizer
 
     def _drop(self, structured: StructuredOutput) -> None:
         self._num_kept -= len(self._compiled.pop(structured))
 
-    def _compile(self, structured: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher | str:
+    def _compile(self, structured: StructuredOutput) -> LLMatcher | str:
         """Return what rows start from, or the problem in one line."""
         try:
             grammar = grammar_of(structured)
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+            matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
             matcher.compute_bitmask()  # rows that start from it have their first one at once
             reason = matcher.get_error()
         except ValueError as error:

@@ -276,6 +276,8 @@ def begin_slices(store: Store, key: str, redo: Literal["none", "all"] | Collecti
     with store.partition(COMPLETIONS, key).writer() as writer:
         if begin_redo(writer, redo)[1]:
             drop_slices(store, key)
+            with closing(Journal(writer.partition)) as journal:
+                journal.forget(list(journal.failures))
 
 
 def _runs_so_far(writer: PartitionWriter, file: ProgressFile) -> list[dict[str, Any]]:

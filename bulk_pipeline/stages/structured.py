@@ -32,6 +32,7 @@ def check_structured(structured: StructuredOutputSpec | None) -> None:
 def _problem(structured: StructuredOutput) -> str | None:
     from llguidance import LLMatcher
 
+    from bulk_pipeline.engine.errors import is_failure, reason_of
     from bulk_pipeline.engine.structured import grammar_of, one_line
 
     if structured.kind == "json_schema" and (
@@ -42,6 +43,10 @@ def _problem(structured: StructuredOutput) -> str | None:
         return one_line(LLMatcher.validate_grammar(grammar_of(structured))) or None
     except ValueError as error:
         return one_line(str(error))
+    except BaseException as error:  # a panic in llguidance is this grammar's alone
+        if not is_failure(error):
+            raise
+        return reason_of(error)
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:

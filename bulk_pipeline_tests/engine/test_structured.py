@@ -495,6 +495,24 @@ class TestSmolLm2:
             jsonschema.validate(json.loads(completion.text), schema)
 
 
+def test_a_tokenizer_that_llguidance_does_not_take_concerns_rows_with_a_grammar(
+    toy_float64, monkeypatch
+):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ValueError("no such tokenizer")
+
+    monkeypatch.setattr(structured, "from_tokenizer", refuse)
+    generator = make_generator(toy_float64)
+    requests = [
+        Request(name, [5, 6], make_params(max_new_tokens=3, structured=GRAMMARS.get(name)))
+        for name in ("regex", "none")
+    ]
+    found = {completion.request_id: completion for completion in generator.run(requests)}
+    assert found["none"].status == Status.LENGTH
+    assert found["regex"].status == Status.INVALID
+    assert "no such tokenizer" in str(found["regex"].error)
+
+
 @pytest.mark.parametrize("kind", [TypeError, type("PanicException", (BaseException,), {})])
 def test_a_grammar_that_breaks_its_compiler_concerns_its_own_rows(toy_float64, monkeypatch, kind):
     compile_ = structured.grammar_of
