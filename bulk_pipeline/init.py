@@ -25,6 +25,7 @@ from bulk_pipeline.stages.sources import FilesReader, SourceFile
 
 LOOKED_AT = 200  # rows
 MOSTLY = 0.9  # share of a column's rows that must be of a kind
+HALF = 0.5  # of a column that has a prompt's name: it may have gaps
 PACKAGE = "my_datasets"  # of a new project
 # Names that a prompt's column has, the likeliest first.
 PROMPT_NAMES = (
@@ -161,7 +162,7 @@ def guess_prompt(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     if "turns" in columns and _share(values["turns"], _is_texts) >= MOSTLY:
         return {"turns_column": "turns"}
     texts = [name for name in columns if _share(values[name], _is_text) >= MOSTLY]
-    by_name = {name.lower(): name for name in texts}
+    by_name = {name.lower(): name for name in columns if _share(values[name], _is_text) >= HALF}
     if by_name.get("instruction") == "instruction" and "input" in columns:
         return {"template": ALPACA}
     if named := next((by_name[name] for name in PROMPT_NAMES if name in by_name), None):

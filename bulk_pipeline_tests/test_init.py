@@ -80,6 +80,11 @@ def test_the_likeliest_prompt(row, prompt):
     assert guess_prompt([row] * 3) == prompt
 
 
+def test_a_prompt_s_name_counts_more_than_a_few_gaps():
+    rows = [{"question": text, "expected": "some words"} for text in ("a", "b", "", "d")]
+    assert guess_prompt(rows) == {"column": "question"}
+
+
 def test_instruction_and_input_become_a_template():
     ((setting, template),) = guess_prompt(
         [{"instruction": "Do", "input": "", "output": "x"}]

@@ -242,6 +242,24 @@ def test_a_column_of_mixed_types_is_json_text(stage):
     assert [row["sampling"]["stop"] for row in rows] == [["END"], ["a", "b"]]
 
 
+def test_a_grammar_that_breaks_llguidance_is_its_rows_alone(stage, monkeypatch):
+    from llguidance import LLMatcher
+
+    check = LLMatcher.validate_grammar
+
+    def breaking(grammar: str) -> str:
+        if "breaks" in grammar:
+            raise type("PanicException", (BaseException,), {})("nobody expected this")
+        return check(grammar)
+
+    monkeypatch.setattr(LLMatcher, "validate_grammar", staticmethod(breaking), raising=True)
+    values = [json.dumps({"choice": [text]}) for text in ("breaks", "holds")]
+    bad, good = prompts(stage, "structured_output", values, pa.string())
+    assert bad["status"] == "invalid"
+    assert "nobody expected this" in bad["error"]
+    assert good["status"] == "ready"
+
+
 def test_a_bad_row_keeps_the_datasets_sampling_and_its_neighbours_their_prompts(stage):
     rows = prompts(stage, "top_p", [2.0, 0.5], pa.float64())
     assert rows[0]["sampling"]["top_p"] == 1.0
