@@ -20,7 +20,7 @@ from bulk_pipeline.engine.request import READY
 from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
 from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
-from bulk_pipeline.stages.journal import GIVE_UP_AFTER, ISOLATE_AFTER, read_failures, run_alone_note
+from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
 from bulk_pipeline.stages.prefixes import later_turn_tokens, shared_prefixes
 from bulk_pipeline.stages.sampling_changes import differences, stored_changes
@@ -405,9 +405,8 @@ def _count_requests(
         rows, turns = wanted.row_index[numbers], wanted.turn[numbers]
         return rows_with_answers(prompts, partition, parts, rows, turns)
 
-    failures = read_failures(partition)
-    suspects = [key for key, count in failures.items() if ISOLATE_AFTER <= count < GIVE_UP_AFTER]
-    if num_alone := len(np.intersect1d(leaders, wanted.numbers_of(suspects))):
+    alone = wanted.numbers_of(suspects(read_failures(partition)))
+    if num_alone := len(np.intersect1d(leaders, alone)):
         plan.notes.append(run_alone_note(num_alone))
     made_with = stored.meta.get("made_with", {}) if stored else {}
     plan.reasons = reasons(leaders, answers, has_row, made_with, now)

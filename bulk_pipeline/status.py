@@ -5,7 +5,7 @@ from typing import Any
 
 from bulk_pipeline.plan_view import format_seconds, text_table
 from bulk_pipeline.spec import SamplingSpec
-from bulk_pipeline.stages.journal import GIVE_UP_AFTER, ISOLATE_AFTER, read_failures, run_alone_note
+from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.progress import add_up, is_alive, read_progress, seconds_left
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
 from bulk_pipeline.store import (
@@ -121,9 +121,8 @@ def _status(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
     if status.state != STOPPED or status.table != COMPLETIONS:
         return status
     stopped = [store.partition(COMPLETIONS, key), *(store.slices(key) if is_sliced else [])]
-    counts = [count for each in stopped for count in read_failures(each).values()]
     return replace(
-        status, requests_alone=sum(ISOLATE_AFTER <= count < GIVE_UP_AFTER for count in counts)
+        status, requests_alone=sum(len(suspects(read_failures(each))) for each in stopped)
     )
 
 

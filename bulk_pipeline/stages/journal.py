@@ -158,6 +158,11 @@ def run_alone_note(num_requests: int) -> str:
     )
 
 
+def suspects(failures: Mapping[str, int]) -> list[str]:
+    """The requests that run alone: in generation in failed runs, and not given up."""
+    return [key for key, count in failures.items() if ISOLATE_AFTER <= count < GIVE_UP_AFTER]
+
+
 def read_failures(partition: Partition) -> Counter[str]:
     """How many runs failed with a request in flight, by key, while no run is going."""
     return sum(_read_journals(partition).values(), Counter[str]())
