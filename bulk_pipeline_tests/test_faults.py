@@ -107,6 +107,18 @@ def finished(spec: dict[str, Any]) -> Counter[str]:
     return Counter((Path(spec["output"]["root"]).parent / "finished").read_text().split())
 
 
+def stored_keys(spec: dict[str, Any]) -> list[str]:
+    """The keys of the completions that the manifest names."""
+    partition = Store(spec["output"]["root"], spec["name"]).partition(COMPLETIONS, KEY)
+    manifest = partition.manifest()
+    return [
+        key
+        for part in (manifest.parts if manifest else [])
+        for batch in partition.read_part(part, ["request_key"])
+        for key in batch["request_key"].to_pylist()
+    ]
+
+
 def leftovers(spec: dict[str, Any]) -> list[str]:
     """Files of interrupted writes."""
     root = Path(spec["output"]["root"])
@@ -137,6 +149,8 @@ def test_a_run_that_ends_at_any_point_is_finished_by_the_next(
         spec = real_spec(tmp_path / str(nth), source, toy_float64)
         stopped = crashes.run(spec, fault=f"{point}:{nth}:{signal_name}")
         assert (stopped["signal"], stopped["exit"]) == ((9, None) if is_kill else (None, 143))
+        stored = stored_keys(spec)
+        assert len(stored) == len(set(stored)), nth
         resumed = crashes.run(spec)
         assert resumed["error"] is None, nth
         assert stable_tables(spec) == uninterrupted["tables"], nth

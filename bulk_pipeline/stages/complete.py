@@ -790,6 +790,7 @@ class _PartSink:
         self._output, self._writer = spec.output, writer
         self.progress, self._file, self._on_progress = progress, file, on_progress
         self._rows: list[tuple[Any, ...]] = []
+        self._part: Part | None = None  # with them, not known to be committed
         self._flushed = self._reported = self._shown = time.monotonic()
 
     def add(
@@ -837,19 +838,23 @@ class _PartSink:
             tell_watchers(self.progress)
 
     def flush(self) -> None:
-        """Make what was taken durable."""
+        """Make what was taken durable; once, also where an interrupt comes before its end."""
         if not self._rows:
             return
-        columns = [
-            pa.array(values, column.type)
-            for values, column in zip(
-                zip(*self._rows, strict=True), COMPLETIONS_SCHEMA, strict=True
-            )
-        ]
-        with self._writer.new_part(COMPLETIONS_SCHEMA) as part:
-            part.write(pa.Table.from_arrays(columns, schema=COMPLETIONS_SCHEMA))
-        self._writer.commit([*self._writer.manifest.parts, part.part], complete=False)
+        if self._part is None:
+            columns = [
+                pa.array(values, column.type)
+                for values, column in zip(
+                    zip(*self._rows, strict=True), COMPLETIONS_SCHEMA, strict=True
+                )
+            ]
+            with self._writer.new_part(COMPLETIONS_SCHEMA) as part:
+                part.write(pa.Table.from_arrays(columns, schema=COMPLETIONS_SCHEMA))
+            self._part = part.part
+        parts = [part for part in self._writer.manifest.parts if part != self._part]
+        self._writer.commit([*parts, self._part], complete=False)
         self._rows.clear()
+        self._part = None
         self._flushed = time.monotonic()
 
 
