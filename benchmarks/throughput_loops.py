@@ -275,6 +275,7 @@ def make_requests(
     changes: Callable[[int], dict[str, Any]] = lambda number: {},
     *,
     prompt_logprobs: bool = False,
+    adapter: str | None = None,
 ) -> list[Any]:
     """Return the rows as the project's requests; `changes` are a row's other settings."""
     from bulk_pipeline.engine.request import Request, SamplingParams
@@ -295,6 +296,7 @@ def make_requests(
                 | changes(number)
             ),
             prompt_logprobs,
+            adapter,
         )
         for number, row in enumerate(rows)
     ]
