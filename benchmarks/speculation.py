@@ -31,7 +31,7 @@ TASKS = {
     "story": "Write a story about the number {number}.",
 }
 FEW = {"few1": 1, "few2": 2, "few4": 4}
-BIAS = 1e4  # beyond any logit
+BIAS = 1e5  # beyond any logit, also when a temperature of 1,000 divides it
 PROMPT_TOKENS = 300  # of a random prompt
 TEXT_LENGTHS = (200, 1200)  # characters of a paragraph
 
