@@ -19,8 +19,9 @@ from bulk_pipeline import store as store_module
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
-from bulk_pipeline.stages.complete import CHECK_ID, Generator, complete_partition
+from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
+from bulk_pipeline.stages.generators import CHECK_ID, Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.store import Store

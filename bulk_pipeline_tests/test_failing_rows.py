@@ -20,9 +20,9 @@ from bulk_pipeline.engine.request import Completion, Request
 from bulk_pipeline.engine.stand_in import install_stand_in
 from bulk_pipeline.plan import plan_partition
 from bulk_pipeline.spec import BulkInferenceSpec
-from bulk_pipeline.stages import complete as complete_module
 from bulk_pipeline.stages.complete import complete_partition, complete_slice
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, Journal
+from bulk_pipeline.stages.sink import PartSink
 from bulk_pipeline.status import STOPPED, read_status, to_text
 from bulk_pipeline.store import COMPLETIONS, OUTPUT, StageReport, Store
 from bulk_pipeline_tests.factories import (
@@ -292,7 +292,7 @@ def die(spec: BulkInferenceSpec, store: Store, at: int) -> None:
     """A run that is killed with a request in generation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "close", lambda self: None)
-        patch.setattr(complete_module._PartSink, "flush", lambda self: None)
+        patch.setattr(PartSink, "flush", lambda self: None)
         with pytest.raises(Death):
             complete(spec, store, Failing({at}, Death))
 

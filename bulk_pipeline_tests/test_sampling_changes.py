@@ -190,7 +190,7 @@ def test_a_run_that_fails_keeps_both_the_old_and_the_new_answers(data, monkeypat
     data.num_run()
     before = data.answers("first")
     with monkeypatch.context() as patch:
-        patch.setattr(complete_module._Job, "finish", lambda *_: 1 / 0)
+        patch.setattr(complete_module, "finish_table", lambda *_: 1 / 0)
         assert not data.run("first", sampling={"temperature": 0.2}).success
     assert data.num_run() == {"first": 0, "second": 0}
     assert data.changes("first") == {"temperature": 0.2}

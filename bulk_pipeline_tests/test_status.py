@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs, progress_view
 from bulk_pipeline.cli import main
-from bulk_pipeline.stages import complete as complete_module
+from bulk_pipeline.stages import sink as sink_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.progress import PROGRESS_FILE, Progress
@@ -162,7 +162,7 @@ def test_status_on_the_command_line(module, tmp_path, monkeypatch):
 
 
 def test_a_run_is_observed_in_dagster(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(complete_module, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(sink_module, "PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(progress_view, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(progress_view, "MOST_SECONDS", 0.0)
     defs = build_bulk_inference_defs(dataset, tmp_path)

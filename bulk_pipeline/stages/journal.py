@@ -163,6 +163,11 @@ def suspects(failures: Mapping[str, int]) -> list[str]:
     return [key for key, count in failures.items() if ISOLATE_AFTER <= count < GIVE_UP_AFTER]
 
 
+def given_up(failures: Mapping[str, int]) -> list[str]:
+    """The requests that run no more."""
+    return [key for key, count in failures.items() if count >= GIVE_UP_AFTER]
+
+
 def read_failures(partition: Partition) -> Counter[str]:
     """How many runs failed with a request in flight, by key, while no run is going."""
     return sum(_read_journals(partition).values(), Counter[str]())

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import Completion, Status
-from bulk_pipeline.stages import complete as complete_module
+from bulk_pipeline.stages import dealing as dealing_module
 from bulk_pipeline.stages import stored as stored_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
@@ -478,8 +478,8 @@ def test_a_request_that_the_engine_refuses_keeps_its_status(spec, store):
 
 @pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
 def test_many_pieces_are_merged_in_order(tmp_path, monkeypatch, order):
-    monkeypatch.setattr(complete_module, "SORT_ROWS", 7)
-    monkeypatch.setattr(complete_module, "READ_ROWS", 3)
+    monkeypatch.setattr(dealing_module, "SORT_ROWS", 7)
+    monkeypatch.setattr(dealing_module, "READ_ROWS", 3)
     monkeypatch.setattr(stored_module, "READ_ROWS", 4)
 
     class Reordering(EchoGenerator):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bulk_pipeline.progress_view import progress_numbers
-from bulk_pipeline.stages import complete as complete_module
+from bulk_pipeline.stages import sink as sink_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.progress import (
     MAX_POINTS,
@@ -81,7 +81,7 @@ def test_the_next_run_takes_over_what_a_failed_one_left(spec, store):
 
 
 def test_other_processes_can_read_how_far_a_run_is(spec, store, monkeypatch):
-    monkeypatch.setattr(complete_module, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(sink_module, "PROGRESS_SECONDS", 0.0)
     write_prompts(store, [make_prompt(i) for i in range(6)])
     seen = []
 

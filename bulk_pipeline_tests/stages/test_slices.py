@@ -12,13 +12,9 @@ import pytest
 
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
-from bulk_pipeline.stages.complete import (
-    Generator,
-    begin_slices,
-    complete_partition,
-    complete_slice,
-)
+from bulk_pipeline.stages.complete import begin_slices, complete_partition, complete_slice
 from bulk_pipeline.stages.format import format_partition
+from bulk_pipeline.stages.generators import Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.status import RUNNING, STOPPED, read_status
