@@ -7,7 +7,7 @@ import click
 import dagster as dg
 
 from bulk_pipeline.assets import SPEC, open_store
-from bulk_pipeline.cli.loading import Loaded, WrongUseError, load_definitions, reason_of
+from bulk_pipeline.cli.loading import Loaded, WrongUseError, innermost_message, load_definitions
 from bulk_pipeline.resources import ExLlamaV2Resource
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
 from bulk_pipeline.store import COMPLETIONS, Store
@@ -121,7 +121,7 @@ def _model_settings(
                     names = GeneratorSettings.model_fields
                     return GeneratorSettings(**{name: getattr(resolved, name) for name in names})
             except (dg.DagsterError, ValueError) as error:
-                raise click.ClickException(f"{name}: {reason_of(error)}") from None
+                raise click.ClickException(f"{name}: {innermost_message(error)}") from None
     raise click.ClickException(
         f"{name}: no ExLlamaV2Resource among its resources ({', '.join(sorted(resources))}); "
         "add one to the definitions under its generator_resource"

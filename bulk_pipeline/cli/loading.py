@@ -56,7 +56,7 @@ def load_definitions(module: str) -> Loaded:
     try:
         definitions = _defs_of(loaded)
     except Exception as error:  # whatever a user's definitions raise
-        reason = reason_of(error)
+        reason = innermost_message(error)
     else:
         if not isinstance(definitions, dg.Definitions):
             raise WrongUseError(f"--module: {module} has no Definitions named defs; name one")
@@ -95,7 +95,7 @@ def _load_folder(folder: ModuleType, root: Path, bad: dict[str, str]) -> dg.Defi
         return tree.build_defs(path)
     except Exception as error:
         if file := next((path / name for name in COMPONENT_FILES if (path / name).exists()), None):
-            bad[_dataset_name(file)] = f"{os.path.relpath(file)}: {reason_of(error)}"
+            bad[_dataset_name(file)] = f"{os.path.relpath(file)}: {innermost_message(error)}"
             return dg.Definitions()
     found = []
     for child in sorted(path.iterdir()):
@@ -111,7 +111,7 @@ def _load_folder(folder: ModuleType, root: Path, bad: dict[str, str]) -> dg.Defi
                     definitions = dg.load_definitions_from_module(loaded)
                 found.append(definitions)
         except Exception as error:
-            bad[child.stem] = f"{os.path.relpath(child)}: {reason_of(error)}"
+            bad[child.stem] = f"{os.path.relpath(child)}: {innermost_message(error)}"
     return dg.Definitions.merge(*found)
 
 
@@ -123,7 +123,7 @@ def _dataset_name(file: Path) -> str:
         return file.parent.name
 
 
-def reason_of(error: BaseException) -> str:
+def innermost_message(error: BaseException) -> str:
     """The message at the bottom of a chain of exceptions, in one line."""
     while cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = cause
