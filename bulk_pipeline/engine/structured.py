@@ -201,12 +201,8 @@ class Grammars:
             matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
             matcher.compute_bitmask()  # rows that start from it have their first one at once
             reason = matcher.get_error()
-        except ValueError as error:
-            reason = str(error)
-        except BaseException as error:  # a panic in llguidance is this grammar's alone
-            if not is_failure(error):
-                raise
-            reason = reason_of(error)
+        except BaseException as error:
+            reason = fault_of_grammar(error)
         if reason:
             return (
                 f"sampling.structured_output.{structured.kind}: cannot be used "
@@ -332,6 +328,18 @@ def grammar_of(structured: StructuredOutput) -> str:
         if not is_list or not all(isinstance(text, str) and text for text in choices):
             raise ValueError(f"must be a list of texts that are not empty, got {value[:40]}")
     return grammar_from(kind, value)
+
+
+def fault_of_grammar(error: BaseException) -> str:
+    """Return why a grammar cannot be used, after an error; raise what is no fault of its own.
+
+    A panic in llguidance is the grammar's alone.
+    """
+    if isinstance(error, ValueError):
+        return str(error)
+    if not is_failure(error):
+        raise error
+    return reason_of(error)
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:

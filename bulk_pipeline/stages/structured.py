@@ -32,21 +32,17 @@ def check_structured(structured: StructuredOutputSpec | None) -> None:
 def _problem(structured: StructuredOutput) -> str | None:
     from llguidance import LLMatcher
 
-    from bulk_pipeline.engine.errors import is_failure, reason_of
-    from bulk_pipeline.engine.structured import grammar_of, one_line
+    from bulk_pipeline.engine.structured import fault_of_grammar, grammar_of, one_line
 
     if structured.kind == "json_schema" and (
         problem := _schema_problem(json.loads(structured.value))
     ):
         return problem
     try:
-        return one_line(LLMatcher.validate_grammar(grammar_of(structured))) or None
-    except ValueError as error:
-        return one_line(str(error))
-    except BaseException as error:  # a panic in llguidance is this grammar's alone
-        if not is_failure(error):
-            raise
-        return reason_of(error)
+        problem = LLMatcher.validate_grammar(grammar_of(structured))
+    except BaseException as error:
+        problem = fault_of_grammar(error)
+    return one_line(problem) or None
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
