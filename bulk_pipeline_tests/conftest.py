@@ -1,6 +1,7 @@
-"""Fixtures that all tests share: the toy model, the small real ones, and an S3 server."""
+"""Fixtures that tests share: the toy model, the small real ones, and an S3 server."""
 
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(params=["local", "object storage"])
+def any_root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty folder on each kind of file system: with a lock, and without."""
+    return str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Specs, tables and a trivial generator for tests of the stages."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -8,6 +8,7 @@ import pyarrow as pa
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.store import (
+    COMPLETIONS_SCHEMA,
     PROMPTS,
     PROMPTS_SCHEMA,
     RAW_DATASET,
@@ -114,6 +115,14 @@ def write_raw(
 
 def read_rows(store: Store, table: str, key: str = KEY) -> list[dict[str, Any]]:
     return [row for batch in store.partition(table, key).read() for row in batch.to_pylist()]
+
+
+def stable(rows: list[dict[str, Any]], but: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Rows without `but` and the columns in which two equal runs of a generator differ."""
+    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
+    assert "generate_seconds" in unstable
+    unstable |= set(but)
+    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
 
 
 class EchoGenerator:

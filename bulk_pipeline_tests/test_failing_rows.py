@@ -5,7 +5,6 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -81,10 +80,9 @@ class Failing(EchoGenerator):
         return len(request.input_ids) > 1 and request.input_ids[-1] in self.poison
 
 
-@pytest.fixture(params=["local", "object storage"])
-def spec(request: pytest.FixtureRequest, tmp_path: Path) -> BulkInferenceSpec:
-    is_local = request.param == "local"
-    return make_spec(tmp_path if is_local else f"memory://failing-{uuid.uuid4().hex}")
+@pytest.fixture
+def spec(any_root: str) -> BulkInferenceSpec:
+    return make_spec(any_root)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, TABLES, Store
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES, Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
     EchoGenerator,
@@ -21,6 +21,7 @@ from bulk_pipeline_tests.factories import (
     make_spec,
     make_store,
     read_rows,
+    stable,
     write_prompts,
 )
 
@@ -90,14 +91,7 @@ def real_spec(folder: Path, source: Path, model: Path, **changes: Any) -> dict[s
 
 def stable_tables(spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     store = Store(spec["output"]["root"], spec["name"])
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    tables = {
-        table: [
-            {name: value for name, value in row.items() if name not in unstable}
-            for row in read_rows(store, table)
-        ]
-        for table in (COMPLETIONS, OUTPUT)
-    }
+    tables = {table: stable(read_rows(store, table)) for table in (COMPLETIONS, OUTPUT)}
     lines = Path(store.path, OUTPUT, KEY, "output.jsonl").read_text().splitlines()
     return tables | {"jsonl": [json.loads(line) for line in lines]}
 

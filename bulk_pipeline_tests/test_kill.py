@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, PROMPTS, RAW_DATASET, Store
-from bulk_pipeline_tests.factories import read_rows
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, Store
+from bulk_pipeline_tests.factories import read_rows, stable
 
 ROOT = Path(__file__).parent.parent
 KEY, NUM_ROWS, FLUSH_ROWS = "all", 300, 5
@@ -90,11 +90,7 @@ def num_stored(store: Store) -> int:
 
 
 def stable_rows(store: Store) -> list[list[dict[str, Any]]]:
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    return [
-        [{k: v for k, v in row.items() if k not in unstable} for row in read_rows(store, table)]
-        for table in (COMPLETIONS, OUTPUT)
-    ]
+    return [stable(read_rows(store, table)) for table in (COMPLETIONS, OUTPUT)]
 
 
 @pytest.mark.slow

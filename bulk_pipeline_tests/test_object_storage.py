@@ -15,7 +15,7 @@ from bulk_pipeline import build_bulk_inference_defs, scan_table
 from bulk_pipeline.cli import main
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, REMOTE_AHEAD
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, Store
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
     EchoGenerator,
@@ -23,6 +23,7 @@ from bulk_pipeline_tests.factories import (
     make_spec,
     make_store,
     read_rows,
+    stable,
     write_prompts,
 )
 from bulk_pipeline_tests.s3 import S3
@@ -79,13 +80,8 @@ def new_root(s3: S3, texts: list[str] = TEXTS) -> str:
 def stable_tables(spec: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:
     """The tables' stable columns, and what is written beside them."""
     store = Store(spec["output"]["root"], spec["name"])
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")} | {*but}
     tables: dict[str, Any] = {
-        table: [
-            {name: value for name, value in row.items() if name not in unstable}
-            for row in read_rows(store, table)
-        ]
-        for table in (COMPLETIONS, OUTPUT)
+        table: stable(read_rows(store, table), but) for table in (COMPLETIONS, OUTPUT)
     }
     return tables | {"jsonl": store.fs.cat_file(f"{store.path}/{OUTPUT}/{KEY}/output.jsonl")}
 

@@ -22,8 +22,8 @@ from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, SLICES, Store
-from bulk_pipeline_tests.factories import read_rows
+from bulk_pipeline.store import COMPLETIONS, OUTPUT, SLICES, Store
+from bulk_pipeline_tests.factories import read_rows, stable
 
 ROOT = Path(__file__).parent.parent
 NUM_ROWS = 40
@@ -138,14 +138,12 @@ def expected_rows(project: Path, values: dict[str, Any], keys: Sequence[str]) ->
         format_partition(spec, store, key, spec.generator)
         fingerprint = settings_fingerprint(spec.generator)
         complete_partition(spec, store, key, lambda: generator, fingerprint)
-    return [stable(store, key) for key in keys]
+    return [rows_of(store, key) for key in keys]
 
 
-def stable(store: Store, key: str) -> list[dict[str, Any]]:
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    unstable |= {"request_key"}  # of another device
+def rows_of(store: Store, key: str) -> list[dict[str, Any]]:
     rows = read_rows(store, COMPLETIONS, key)
-    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
+    return stable(rows, but=["request_key"])  # which is of another device
 
 
 def table(project: Path) -> Store:
@@ -231,7 +229,7 @@ def test_two_runs_take_a_gpu_each(project):
         check_ended(project, key, run)
     assert sorted(path.name for path in (project / "taken").iterdir()) == list(GPUS)
     expected = expected_rows(project, values, ["first", "second"])
-    assert [stable(table(project), key) for key in ("first", "second")] == expected
+    assert [rows_of(table(project), key) for key in ("first", "second")] == expected
 
 
 @pytest.mark.slow
@@ -239,7 +237,7 @@ def test_two_slices_of_a_partition_take_a_gpu_each(project):
     values = change(project, partitions={"by": "none", "slices": 2})
     check_ended(project, "all", start(project, "all"))
     assert sorted(path.name for path in (project / "taken").iterdir()) == list(GPUS)
-    assert [stable(table(project), "all")] == expected_rows(project, values, ["all"])
+    assert [rows_of(table(project), "all")] == expected_rows(project, values, ["all"])
     with dg.DagsterInstance.from_config(str(project / "home")) as instance:
         for name in (SLICES, COMPLETIONS, OUTPUT):
             assert instance.get_materialized_partitions(dg.AssetKey(["data", name])) == {"all"}

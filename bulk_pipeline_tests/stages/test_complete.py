@@ -9,7 +9,7 @@ from bulk_pipeline.stages import dealing as dealing_module
 from bulk_pipeline.stages import stored as stored_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, StageReport
+from bulk_pipeline.store import COMPLETIONS, StageReport
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,
@@ -17,6 +17,7 @@ from bulk_pipeline_tests.factories import (
     make_spec,
     make_store,
     read_rows,
+    stable,
     write_prompts,
 )
 
@@ -34,12 +35,6 @@ def store(spec):
 def complete(spec, store, generator=None, fingerprint="model", **kwargs) -> StageReport:
     generator = generator or EchoGenerator()
     return complete_partition(spec, store, KEY, lambda: generator, fingerprint, **kwargs)
-
-
-def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    assert "generate_seconds" in unstable
-    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
 
 
 def texts(store) -> list[str | None]:

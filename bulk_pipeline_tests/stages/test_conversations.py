@@ -21,7 +21,6 @@ from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.journal import JOURNAL
 from bulk_pipeline.store import (
     COMPLETIONS,
-    COMPLETIONS_SCHEMA,
     OUTPUT,
     PROMPTS,
     StageReport,
@@ -34,6 +33,7 @@ from bulk_pipeline_tests.factories import (
     make_spec,
     make_store,
     read_rows,
+    stable,
     write_prompts,
     write_raw,
 )
@@ -296,9 +296,7 @@ def complete(spec, store, generator=None, key=KEY, **kwargs) -> StageReport:
 
 def rows_of(store, key: str = KEY) -> list[dict[str, Any]]:
     """Completions, without what differs between two equal runs."""
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    rows = read_rows(store, COMPLETIONS, key)
-    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
+    return stable(read_rows(store, COMPLETIONS, key))
 
 
 def test_each_turn_is_asked_with_the_answers_before_it(spec, store):

@@ -11,11 +11,9 @@ from bulk_pipeline.store import COMPLETIONS, Partition, Store
 A, B, C = ("a" * 32, "b" * 32, "c" * 32)
 
 
-@pytest.fixture(params=["local", "memory"])
-def partition(request, tmp_path) -> Partition:
-    """A partition on each kind of file system."""
-    root = str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}"
-    return Store(root, "data").partition(COMPLETIONS, "all")
+@pytest.fixture
+def partition(any_root) -> Partition:
+    return Store(any_root, "data").partition(COMPLETIONS, "all")
 
 
 def content(partition: Partition) -> bytes | None:

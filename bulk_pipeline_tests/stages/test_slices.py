@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from bulk_pipeline.stages.generators import Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.status import RUNNING, STOPPED, read_status
-from bulk_pipeline.store import COMPLETIONS, COMPLETIONS_SCHEMA, SLICES, StageReport, Store
+from bulk_pipeline.store import COMPLETIONS, SLICES, StageReport, Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,
@@ -26,6 +25,7 @@ from bulk_pipeline_tests.factories import (
     make_spec,
     make_store,
     read_rows,
+    stable,
     write_prompts,
 )
 from bulk_pipeline_tests.stages.test_conversations import ChatGenerator, make_turns
@@ -48,19 +48,13 @@ print(json.dumps(complete_slice(spec, store, "all", number, of, load, "model").m
 """
 
 
-def stable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    unstable = {f.name for f in COMPLETIONS_SCHEMA if (f.metadata or {}).get(b"stable")}
-    return [{k: v for k, v in row.items() if k not in unstable} for row in rows]
-
-
 def no_generator() -> Any:
     raise AssertionError("nothing is left to run")
 
 
-@pytest.fixture(params=["local", "object storage"])
-def spec(request: pytest.FixtureRequest, tmp_path: Path) -> BulkInferenceSpec:
-    is_local = request.param == "local"
-    return make_spec(tmp_path if is_local else f"memory://slices-{uuid.uuid4().hex}")
+@pytest.fixture
+def spec(any_root: str) -> BulkInferenceSpec:
+    return make_spec(any_root)
 
 
 @pytest.fixture
