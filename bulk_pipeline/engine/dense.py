@@ -243,15 +243,7 @@ class _Buffers:
 
 
 class DenseModel:
-    """Prefill and decoding over resident float16 weights and a paged cache.
-
-    Attributes
-    ----------
-    device
-        Where all of it is.
-    vocab_size
-        Logits of a row.
-    """
+    """Prefill and decoding over resident float16 weights and a paged cache: a `PagedModel`."""
 
     def __init__(
         self,
@@ -302,17 +294,7 @@ class DenseModel:
         counts: np.ndarray,
         block_table: np.ndarray,
     ) -> None:
-        """Store keys and values of new tokens, rows packed one after the other; no logits.
-
-        Parameters
-        ----------
-        token_ids
-            int64 [sum of counts].
-        starts, counts
-            Tokens of each row already in its pages, and new ones.
-        block_table
-            int32 [rows, pages].
-        """
+        """Store keys and values of new tokens, rows packed one after the other; no logits."""
         if len(token_ids) == 0:
             return
         with self._on_device():
@@ -327,13 +309,7 @@ class DenseModel:
         block_table: np.ndarray,
         targets: np.ndarray,
     ) -> torch.Tensor:
-        """As `prefill`, and return the log-probability of each token's successor.
-
-        Parameters
-        ----------
-        targets
-            int64 [sum of counts]: the successors.
-        """
+        """As `prefill`, and return the log-probability of each token's successor."""
         with self._on_device():
             hidden = self._prefill(token_ids, starts, counts, block_table, wants_hidden=True)
             assert hidden is not None
@@ -436,15 +412,9 @@ class DenseModel:
         block_table: torch.Tensor,
         max_length: int,
     ) -> torch.Tensor:
-        """Run one new token of each row; returns logits [rows, vocabulary] in float16.
+        """Run one new token of each row; returns logits in float16.
 
-        Parameters
-        ----------
-        token_ids, lengths, block_table
-            On the device: int64 [rows], int32 [rows] (tokens in the pages before this one;
-            negative for a padding row), int32 [rows, pages].
-        max_length
-            At least the largest of `lengths` and one.
+        A negative length stands for a padding row.
         """
         rows = token_ids.shape[0]
         bucket = bucket_of(rows)
@@ -479,7 +449,7 @@ class DenseModel:
         max_length: int,
         counts: np.ndarray,
     ) -> torch.Tensor:
-        """Run several new tokens of each row; returns logits [tokens, vocabulary] in float16.
+        """Run several new tokens of each row; returns logits in float16.
 
         Each token is a row to `decode`: every layer writes the keys and values of all rows before
         any of them reads, and a row reads as far as its own length.

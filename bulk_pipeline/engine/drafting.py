@@ -17,8 +17,8 @@ from exllamav2.generator.dynamic import _randomhash
 from bulk_pipeline.engine.adapters import LowRank
 from bulk_pipeline.engine.errors import reason_of
 from bulk_pipeline.engine.request import SamplingParams
+from bulk_pipeline.engine.rows import NO_TOKEN, NOT_NUMBERS, Row, Stats
 from bulk_pipeline.engine.sampling import SamplingBatch, sample
-from bulk_pipeline.engine.scheduler import NO_TOKEN, NOT_NUMBERS, Row, Stats
 from bulk_pipeline.spec import PAGE_TOKENS
 
 NO_PROBABILITY = torch.ones((1, 1))

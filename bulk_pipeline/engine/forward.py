@@ -96,7 +96,7 @@ class ChunkForward:
         block_table: torch.Tensor,
         max_length: int,
     ) -> torch.Tensor:
-        """Run one new token of each row; return logits [rows, vocab_size]."""
+        """Run one new token of each row."""
         table = block_table[:, : -(-max_length // PAGE_TOKENS)].contiguous()
         output = self._run(token_ids[:, None], lengths, table, max_length=max_length)
         logits = output["logits"][:, 0, : self.vocab_size]  # exllamav2 pads the vocabulary
@@ -110,7 +110,7 @@ class ChunkForward:
         max_length: int,
         counts: np.ndarray,
     ) -> torch.Tensor:
-        """Run several new tokens of each row, padded to the most; return [tokens, vocab_size]."""
+        """Run several new tokens of each row, padded to the most."""
         width = int(counts.max())
         if max_length + width > self._max_positions:  # no room for padding
             split = (t.split(counts.tolist()) for t in (token_ids, lengths, block_table))

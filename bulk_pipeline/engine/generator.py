@@ -16,8 +16,8 @@ from bulk_pipeline.engine.bans import TAIL_SLACK_TOKENS, Bans
 from bulk_pipeline.engine.errors import GenerationError, is_failure, reason_of
 from bulk_pipeline.engine.memory import is_gpu_lost, is_out_of_memory, out_of_memory_message
 from bulk_pipeline.engine.request import Completion, Request, Status
+from bulk_pipeline.engine.rows import Row, Stats
 from bulk_pipeline.engine.sampling import problem_with
-from bulk_pipeline.engine.scheduler import Row, Stats
 from bulk_pipeline.engine.structured import Grammars
 
 QUEUED_BATCHES = 2  # requests held at once, in batches: what runs, and what is put in order

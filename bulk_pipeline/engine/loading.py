@@ -35,7 +35,7 @@ from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 if TYPE_CHECKING:
     from bulk_pipeline.engine.cpu import CpuModel
     from bulk_pipeline.engine.generator import BulkGenerator
-    from bulk_pipeline.engine.scheduler import PagedModel
+    from bulk_pipeline.engine.paged_model import PagedModel
 
 AUTO_TOKENS_PER_REQUEST = 1024  # of cache, for each request of a full batch
 CPU_BATCH_SIZE = 16  # more rows at once keep two to sixteen cores no busier
@@ -215,7 +215,8 @@ def _make_generator(
     """Put a generator together: one scheduler, or exllamav2's where there is a draft model."""
     from bulk_pipeline.engine.drafting import DraftingLoop
     from bulk_pipeline.engine.generator import BulkGenerator
-    from bulk_pipeline.engine.scheduler import Row, Scheduler, Stats
+    from bulk_pipeline.engine.rows import Row, Stats
+    from bulk_pipeline.engine.scheduler import Scheduler
 
     if forward is not None:
         adapters.check(forward.can_change)

@@ -49,6 +49,54 @@ class NgramSettings:
         return max(batch_size, self.most_rows(batch_size) * (self.num_tokens + 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What one step checks: of each row its last token, and guesses of those that follow it.
+
+    Attributes
+    ----------
+    slots
+        The slots of the rows.
+    ids
+        Their tokens, one row after the other.
+    counts
+        Tokens of each row; 1 where there is no guess.
+    """
+
+    slots: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """Where in `ids` each row begins."""
+        return self.counts.cumsum() - self.counts
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The slot of each token."""
+        return np.repeat(self.slots, self.counts)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """The place of each token among those of its row."""
+        return np.arange(len(self.ids)) - np.repeat(self.firsts, self.counts)
+
+    @property
+    def guessed(self) -> list[int]:
+        """Which rows have guesses."""
+        return np.nonzero(self.counts > 1)[0].tolist()
+
+    def count_accepted(self, sampled: np.ndarray) -> np.ndarray:
+        """Return how many guesses of each row are right, given what was sampled behind `ids`."""
+        accepted, firsts = np.zeros(len(self.slots), np.int64), self.firsts
+        for place in self.guessed:
+            first, count = firsts[place], self.counts[place]
+            guesses = self.ids[first + 1 : first + count]
+            accepted[place] = count_accepted(guesses, sampled[first:])
+        return accepted
+
+
 def draft_tokens(context: np.ndarray, num_tokens: int, longest: int, shortest: int) -> np.ndarray:
     """Return what followed the last tokens of `context` where they stood before.
 

@@ -455,9 +455,9 @@ def test_rows_that_wait_again_go_back_alike(toy_float64, long_bans, steps_ahead)
         put_back(row)
 
     def disturb() -> None:
-        while loop._in_flight:
-            loop._finish_step()
-        for slot in loop._active[loop._active % 2 == random_numbers.randrange(4)]:
+        loop._take_steps()
+        active = loop._slots.active
+        for slot in active[active % 2 == random_numbers.randrange(4)]:
             counts[1] += 1
             loop._preempt(int(slot))
 

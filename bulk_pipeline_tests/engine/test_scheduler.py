@@ -1,5 +1,6 @@
 """The scheduler over a model that only counts: how full the batch is, what goes into a pass."""
 
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Request, SamplingParams
+from bulk_pipeline.engine.rows import Row, Stats
 from bulk_pipeline.spec import PAGE_TOKENS, GeneratorSettings
 
 VOCAB_SIZE = 64
@@ -32,7 +34,7 @@ def make_scheduler(toy_float64):
     load_generator(
         GeneratorSettings(model=str(toy_float64), device="cpu", cache_tokens=512)
     ).close()
-    from bulk_pipeline.engine.scheduler import Scheduler, Stats
+    from bulk_pipeline.engine.scheduler import Scheduler
 
     def make(num_pages: int, batch: int):
         finished = []
@@ -49,8 +51,6 @@ def make_scheduler(toy_float64):
 
 def test_a_long_prompt_among_short_ones_does_not_empty_the_batch(make_scheduler):
     """It waits for pages; for more of them than the cache has it would wait until none is used."""
-    from bulk_pipeline.engine.scheduler import Row
-
     scheduler, stats, finished = make_scheduler(num_pages=260, batch=256)
     rng = np.random.default_rng(0)
     lengths = [20] * 700 + [31 * PAGE_TOKENS - 10] + [20] * 799
@@ -72,6 +72,18 @@ def test_a_long_prompt_among_short_ones_does_not_empty_the_batch(make_scheduler)
         scheduler.step()
     assert len(finished) == len(lengths)
     assert stats.mean_batch_size > 180  # 168 where the batch is emptied
+
+
+def test_a_scheduler_that_is_dropped_frees_its_cache_at_once(make_scheduler):
+    """Without waiting for the garbage collector, which knows nothing of a GPU's memory."""
+    scheduler, _, finished = make_scheduler(num_pages=8, batch=2)
+    scheduler.enqueue([Row(Request(0, [1, 2, 3], SamplingParams(0.0, max_new_tokens=2)))])
+    while scheduler.num_rows:
+        scheduler.step()
+    dropped = weakref.ref(scheduler)
+    del scheduler
+    assert len(finished) == 1
+    assert dropped() is None
 
 
 def test_a_padded_pass_holds_no_row_that_reads_what_another_of_it_writes(make_scheduler):
