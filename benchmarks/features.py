@@ -6,8 +6,8 @@
 
 One process, one loaded model. Each setting is warmed up, then measured between two plain runs; its
 ratio is to the mean of those two. Every measurement is a line of benchmarks/results/features.jsonl.
-All settings are chosen so that no row ends before its max_new_tokens, whatever the model says:
-grammars that go on, strings that do not come.
+Settings are chosen so that rows do not end before their max_new_tokens, whatever the model says:
+grammars that go on, strings that do not come. Where some do, that is said.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ITEM = {
 }
 BAD_WORDS = ("unfortunately", "as an ai", "sorry", "delve into", "tapestry", "a testament to")
 MIN_ITEMS = 500  # more than any row has room for
-REGEX = "([a-z]{2,12} [0-9]{1,4}, ){500,}"
+ITEMS = "([a-z]{2,12} [0-9]{1,4}, )"
 
 # what is changed in `SamplingParams`, for a number that each row of each run has to itself
 Changes = Callable[[int], dict[str, Any]]
@@ -83,7 +83,11 @@ def features() -> dict[str, Changes]:
     return {
         "json_schema": lambda row: {"structured": _json_schema(ITEM)},
         "json_schema_of_each_row": lambda row: {"structured": _json_schema(_item_of(row))},
-        "regex": lambda row: {"structured": _structured("regex", REGEX)},
+        # a row may end after each item, which few do; or must count to MIN_ITEMS
+        "regex": lambda row: {"structured": _structured("regex", f"{ITEMS}*")},
+        "regex_that_counts": lambda row: {
+            "structured": _structured("regex", f"{ITEMS}{{{MIN_ITEMS},}}")
+        },
         "logprobs_0": lambda row: {"logprobs": 0},
         "logprobs_5": lambda row: {"logprobs": 5},
         "prompt_logprobs": lambda row: {},  # of the request

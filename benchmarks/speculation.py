@@ -74,19 +74,21 @@ def measure(arguments: argparse.Namespace) -> None:
     from bulk_pipeline.spec import GeneratorSettings
 
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stdout)
+    changes = dict(setting_of(text) for text in arguments.set)
     settings = GeneratorSettings(
-        model=arguments.model,
-        device=arguments.device,
-        max_batch_size=max(arguments.batches),
-        speculative="ngram",
-        **dict(setting_of(text) for text in arguments.set),
+        **{
+            "model": arguments.model,
+            "device": arguments.device,
+            "max_batch_size": max(arguments.batches),
+            "speculative": "ngram",
+        }
+        | changes
     )
     generator = load_generator(settings)
     drafter = generator._loop.drafter  # type: ignore[union-attr]
     about = describe(arguments, is_on_gpu(arguments.device)) | {
         "label": arguments.label,
-        "settings": dict(setting_of(text) for text in arguments.set)
-        | {"weights": generator.provenance["weights"]},
+        "settings": changes | {"weights": generator.provenance["weights"]},
     }
     combinations = itertools.product(arguments.work, arguments.sampling, arguments.batches)
     for work, sampling, batch in combinations:

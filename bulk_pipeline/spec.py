@@ -335,7 +335,8 @@ class GeneratorSettings(BaseModel):
         description="Whether to draft tokens and check several in one pass, which pays with small "
         "batches. ngram drafts, at any batch, what followed a row's last tokens where they stood "
         "before in its prompt or its answer. auto does so while at most `speculative_max_rows` "
-        "rows run; a `draft_model` drafts in its place where `max_batch_size` is at most that, and "
+        "rows run, and times steps with and without drafts, so that little is lost where they do "
+        "not pay; a `draft_model` drafts in its place where `max_batch_size` is at most that, and "
         "is not loaded where it is more. off: only a `draft_model` drafts, at any batch.",
     )
     speculative_max_rows: int = Field(

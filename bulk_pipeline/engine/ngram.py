@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bulk_pipeline.engine.draft_clock import DraftClock
 from bulk_pipeline.engine.request import SamplingParams
 
 WINDOW = 32  # steps of a row after which it is seen whether drafting is worth it
@@ -32,7 +33,8 @@ class NgramSettings:
         How many of a row's last tokens are looked for: the longest that is found, at least the
         shortest.
     max_rows
-        Draft only while at most so many rows run; None: always.
+        Draft only while at most so many rows run, and only as far as it pays by the clock; None:
+        always.
     """
 
     num_tokens: int = 4
@@ -145,10 +147,15 @@ class NgramDrafter:
     ----------
     settings
         As given.
+    clock
+        What says whether drafting pays; None where that is not asked.
     """
 
-    def __init__(self, settings: NgramSettings, num_slots: int) -> None:
+    def __init__(
+        self, settings: NgramSettings, num_slots: int, clock: DraftClock | None = None
+    ) -> None:
         self.settings = settings
+        self.clock = DraftClock() if clock is None and settings.max_rows is not None else clock
         self._max_rows = settings.most_rows(num_slots)
         self._can_draft = np.zeros(num_slots, bool)
         self._steps = np.zeros(num_slots, np.int64)  # of the present window
@@ -174,8 +181,9 @@ class NgramDrafter:
 
     def drafting(self, slots: np.ndarray, generated: np.ndarray) -> np.ndarray:
         """Say which of the running rows draft now, given how many tokens they have generated."""
-        if len(slots) > self._max_rows:
-            return np.zeros(len(slots), bool)
+        num_rows = len(slots)
+        if num_rows > self._max_rows or (self.clock and not self.clock.may_look(num_rows)):
+            return np.zeros(num_rows, bool)
         return self._can_draft[slots] & (generated >= self._resumes[slots])
 
     def draft(self, context: np.ndarray, most: int) -> np.ndarray:

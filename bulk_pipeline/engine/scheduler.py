@@ -128,6 +128,8 @@ class Scheduler:
         work = self._prompts.next_pass(are_steps_running=bool(self._steps.in_flight))
         if work is None:
             return False
+        if self.drafter is not None and self.drafter.clock is not None:
+            self.drafter.clock.skip()
         for row in work.entered:
             self._answers.enter(row)
             if self.drafter is not None:
@@ -142,15 +144,19 @@ class Scheduler:
         self._go_back()
         self._get_pages()
         self._go_back()  # to get pages, tokens may have been read
-        drafts = self._draft()
-        num_rows = len(self._slots.active)
+        drafter = self.drafter
+        looks = drafter is not None and bool(self._who_drafts(drafter).any())
+        drafts = self._draft(drafter) if drafter is not None and looks else None
+        num_rows = num_tokens = len(self._slots.active)
         if not num_rows:
             return False
-        if drafts is not None:
-            self._check(drafts)
+        if drafter is not None and drafts is not None:
+            num_tokens += self._check(drafter, drafts)
         else:
             self._steps.start(self._take_steps)
-            self._count_step(num_rows)
+        self._count_step(num_rows)
+        if drafter is not None and drafter.clock is not None:
+            drafter.clock.took(num_rows, num_tokens, looks)
         return True
 
     def _take_steps(self, num_left: int = 0) -> None:
@@ -192,11 +198,8 @@ class Scheduler:
 
     # -- drafts
 
-    def _draft(self) -> Drafts | None:
+    def _draft(self, drafter: NgramDrafter) -> Drafts | None:
         """Guess what follows the last tokens of running rows; None where nothing is guessed."""
-        drafter = self.drafter
-        if drafter is None or not self._who_drafts(drafter).any():
-            return None
         self._take_steps()  # the last tokens are what to look for
         self._go_back()
         slots, generated = self._slots.active, self._answers.generated
@@ -217,8 +220,11 @@ class Scheduler:
         slots = self._slots.active
         return drafter.drafting(slots, self._answers.generated[slots])
 
-    def _check(self, drafts: Drafts) -> None:
-        """Run a step that checks guesses; keep those that are right, and one token more."""
+    def _check(self, drafter: NgramDrafter, drafts: Drafts) -> int:
+        """Run a step that checks guesses; keep those that are right, and one token more.
+
+        Returns how many were right.
+        """
         slots, firsts = drafts.slots, drafts.firsts
         serials, generated = self._slots.serials[slots], self._answers.generated[slots]
         sampled, logprobs = self._steps.check(drafts, self._take_steps)
@@ -229,14 +235,13 @@ class Scheduler:
         self._steps.advance(slots, accepted + 1, sampled[firsts + accepted])
         self._stats.drafted_tokens += len(drafts.ids) - len(slots)
         self._stats.accepted_tokens += int(accepted.sum())
-        self._count_step(len(slots))
-        assert self.drafter is not None
         for place in drafts.guessed:
             right = int(accepted[place])
-            self.drafter.learn(slots[place], int(generated[place]) + right + 1, right)
+            drafter.learn(slots[place], int(generated[place]) + right + 1, right)
         for place in range(int(accepted.max()) + 1):
             going_on = (accepted >= place) & (self._slots.serials[slots] == serials)
             self._take(slots[going_on], sampled[firsts[going_on] + place])
+        return int(accepted.sum())
 
     # -- where rows come and go
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from bulk_pipeline.engine.draft_clock import KNOWN, DraftClock
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.ngram import (
     LATE_START,
@@ -112,7 +113,7 @@ class TestDrafter:
         assert self.starts_at_once(drafter, 200, 1)[-20:] == [True] * 20  # they gain again
 
     def test_too_many_rows_do_not_draft(self):
-        drafter = NgramDrafter(NgramSettings(max_rows=2), 4)
+        drafter = NgramDrafter(NgramSettings(max_rows=2), 4, known_clock(2, 3))
         for slot in range(3):
             drafter.enter(slot, SamplingParams())
         assert drafter.drafting(np.arange(2), np.zeros(2, int)).all()
@@ -129,6 +130,16 @@ def make_generator(folder, **changes):
         "max_chunk_size": 256,
     }
     return load_generator(GeneratorSettings(**values | changes))
+
+
+def known_clock(*num_rows: int) -> DraftClock:
+    """One that has timed plain steps of so many rows."""
+    clock = DraftClock()
+    for number in num_rows:
+        clock.skip()
+        for _ in range(2 + KNOWN):
+            clock.took(number, number, False)
+    return clock
 
 
 def make_params(**changes) -> SamplingParams:
@@ -274,7 +285,8 @@ def test_auto_drafts_while_few_rows_run(toy_float64):
     auto = make_generator(toy_float64, speculative="auto", speculative_max_rows=1)
     list(auto.run(requests))
     assert auto.stats.drafted_tokens == 0  # four at once, which end together
-    list(auto.run(requests[:1]))
+    alone = Request(0, make_ids(9, 0, 20), make_params(max_new_tokens=300, **FEW))
+    list(auto.run([alone]))
     assert auto.stats.drafted_tokens > 0
 
 
