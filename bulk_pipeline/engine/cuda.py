@@ -29,14 +29,12 @@ from exllamav2.attn import ExLlamaV2Attention
 from exllamav2.mlp import ExLlamaV2MLP
 
 from bulk_pipeline.engine.adapters import LowRank
-from bulk_pipeline.engine.dense import (
-    DenseModel,
+from bulk_pipeline.engine.dense import DenseModel, decode_bytes, prefill_bytes
+from bulk_pipeline.engine.dense_weights import (
     DenseWeights,
-    decode_bytes,
     dense_bytes,
     dense_model_problem,
     dense_weights,
-    prefill_bytes,
 )
 from bulk_pipeline.engine.folders import (
     OWN_ATTENTION,

@@ -30,17 +30,16 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from bulk_pipeline.engine import dense, kernels  # noqa: E402
+from bulk_pipeline.engine import dense, dense_weights, kernels  # noqa: E402
 from bulk_pipeline.engine.adapter_files import resolve_adapter  # noqa: E402
 from bulk_pipeline.engine.adapters import LowRank, read_adapter  # noqa: E402
 from bulk_pipeline.engine.dense import (  # noqa: E402
-    DenseLayer,
     DenseModel,
-    DenseWeights,
     bucket_of,
     rows_at_once,
     splits_of,
 )
+from bulk_pipeline.engine.dense_weights import DenseLayer, DenseWeights  # noqa: E402
 from bulk_pipeline_tests.adapters import make_adapter  # noqa: E402
 
 if not HAS_GPU:
@@ -441,7 +440,7 @@ def make_dense(model: torch.nn.Module, pages: int) -> DenseModel:
 
 @pytest.fixture
 def small(monkeypatch):
-    for module in (kernels, dense):
+    for module in (kernels, dense, dense_weights):
         monkeypatch.setattr(module, "PAGE", MODEL_PAGE)
 
 
@@ -693,7 +692,7 @@ class TestTakingOver:
         reference = make_reference(kind)
         reference.save_pretrained(tmp_path)
         model, cache = load_on_cpu(tmp_path, monkeypatch, quantized)
-        assert dense.dense_model_problem(model, cache) is None
+        assert dense_weights.dense_model_problem(model, cache) is None
         found_model = DenseModel.from_exllamav2(model, cache)
         assert model.modules[1].q_proj.linear is None  # freed
         row = prompts([70])[0]
@@ -776,7 +775,7 @@ class TestTakingOver:
     def test_dense_bytes(self, kind, tmp_path, monkeypatch):
         make_reference(kind).save_pretrained(tmp_path)
         model, cache = load_on_cpu(tmp_path, monkeypatch, False)
-        expected = dense.dense_bytes(model.config)
+        expected = dense_weights.dense_bytes(model.config)
         used = resident_bytes(DenseModel.from_exllamav2(model, cache))
         assert abs(used - expected) < 0.05 * expected
 
@@ -785,7 +784,7 @@ class TestTakingOver:
         reference.save_pretrained(tmp_path)
         model, _ = load_on_cpu(tmp_path, monkeypatch, False)
         for table, wanted in zip(
-            dense._rope_of(model.config, DEVICE), weights_of(reference).rope, strict=True
+            dense_weights._rope_of(model.config, DEVICE), weights_of(reference).rope, strict=True
         ):
             assert torch.equal(table, wanted)
 
@@ -810,7 +809,7 @@ class TestTakingOver:
             for owner in (model.config, model.modules[2 if name == "device_idx" else 1]):
                 if hasattr(owner, name):
                     setattr(owner, name, value)
-        found = dense.dense_model_problem(model, cache)
+        found = dense_weights.dense_model_problem(model, cache)
         assert problem in found
         assert "\n" not in found
 
@@ -850,7 +849,7 @@ class TestExllamav2:
         from exllamav2.attn import ExLlamaV2Attention
 
         model, cache = self.load(folder)
-        assert dense.dense_model_problem(model, cache) is None
+        assert dense_weights.dense_model_problem(model, cache) is None
         vocab, rows = model.config.vocab_size, [7, 300, 256, 255, 40]
         generator = np.random.default_rng(0)
         ids = [generator.integers(5, vocab, count + 1) for count in rows]
@@ -872,7 +871,7 @@ class TestExllamav2:
         for states in cache.all_tensors():
             with torch.inference_mode():
                 states.zero_()
-        expected = dense.dense_bytes(model.config)
+        expected = dense_weights.dense_bytes(model.config)
         found_model = DenseModel.from_exllamav2(model, cache)
         used = resident_bytes(found_model)
         assert abs(used - expected) < 0.01 * expected
@@ -900,7 +899,7 @@ class TestExllamav2:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         model, _ = self.load(exl2)
-        cos, sin = dense._rope_of(model.config, DEVICE)
+        cos, sin = dense_weights._rope_of(model.config, DEVICE)
         positions = torch.arange(len(cos), device=DEVICE)[None]
         rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(exl2)).to(DEVICE)
         wanted = rotary(torch.zeros(1, dtype=torch.half, device=DEVICE), positions)
@@ -910,4 +909,4 @@ class TestExllamav2:
     @pytest.mark.parametrize("kind", ["ExLlamaV2Cache_Q8", "ExLlamaV2Cache_Q4"])
     def test_a_quantised_cache_is_a_problem(self, exl2, kind):
         model, cache = self.load(exl2, kind)
-        assert "cache is quantised" in dense.dense_model_problem(model, cache)
+        assert "cache is quantised" in dense_weights.dense_model_problem(model, cache)
