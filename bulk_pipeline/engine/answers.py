@@ -29,8 +29,6 @@ class Answers:
         By slot: tokens that were drawn and taken.
     limits
         By slot: the most of them.
-    shortened
-        Slots whose rows lost their last tokens, and must go on from those before.
     """
 
     def __init__(self, slots: Slots, vocab_size: int, device: torch.device) -> None:
@@ -49,7 +47,7 @@ class Answers:
 
     def clear(self) -> None:
         """Forget which rows lost tokens; slots are written when rows enter them."""
-        self.shortened: set[int] = set()
+        self._shortened: set[int] = set()
 
     def enter(self, row: Row) -> None:
         """Let a row enter its slot, with the tokens that it has."""
@@ -64,15 +62,17 @@ class Answers:
         self._logprobs.enter(slot, params.logprobs)
         self._grammars.enter(slot, row.grammar)
         self._bans.enter(slot, row.bans)
-        self._count_tokens(row)
+        self.count_tokens(row)
 
-    def restart(self, row: Row) -> None:
-        """Let a row that lost its last tokens go on from those that are left."""
-        self._count_tokens(row)
+    def take_shortened(self) -> list[Row]:
+        """Return the rows that lost their last tokens since this was asked last, by slot."""
+        rows = [self._slots.row(slot) for slot in sorted(self._shortened)]
+        self._shortened.clear()
+        return rows
 
     def leave(self, slot: int) -> np.ndarray:
         """Let a row leave its slot; return its tokens."""
-        self.shortened.discard(slot)
+        self._shortened.discard(slot)
         return self._tokens[slot, : self.generated[slot]].copy()
 
     def text(self, slot: int) -> np.ndarray:
@@ -191,7 +191,7 @@ class Answers:
             if row.bans.gave_up:
                 gave_up.append(slot)
             else:
-                self.shortened.add(slot)
+                self._shortened.add(slot)
         return stays, gave_up
 
     def _drop_tokens(self, row: Row, bans: RowBans) -> None:
@@ -202,8 +202,8 @@ class Answers:
         del row.logprobs[kept:], row.top_logprobs[kept:]
         self._slots.renew(row.slot)
 
-    def _count_tokens(self, row: Row) -> None:
-        """Let the sampler and the search for loops know a row's tokens."""
+    def count_tokens(self, row: Row) -> None:
+        """Let the sampler and the search for loops know a row's tokens, when it enters or lost some."""
         slot, params = row.slot, row.request.sampling
         generated = self._tokens[slot, : self.generated[slot]].tolist()
         self._sampler.add(slot, params, row.request.input_ids, generated)

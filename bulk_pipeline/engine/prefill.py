@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from bulk_pipeline.engine.paged_model import PagedModel
-from bulk_pipeline.engine.prompts import Part, PromptPass
-from bulk_pipeline.engine.rows import NOT_NUMBERS, Row
+from bulk_pipeline.engine.prompts import PromptPart, PromptPass
+from bulk_pipeline.engine.rows import NOT_NUMBERS, Row, page_table
 from bulk_pipeline.engine.sampling_slots import download
 from bulk_pipeline.engine.streams import mark
 from bulk_pipeline.spec import PAGE_TOKENS
@@ -20,7 +20,7 @@ from bulk_pipeline.spec import PAGE_TOKENS
 class _Scores:
     """A pass whose log-probabilities the host has not read, and the rows that end with it."""
 
-    parts: list[Part]
+    parts: list[PromptPart]
     done: list[Row]
     values: torch.Tensor
     event: torch.cuda.Event | None
@@ -75,7 +75,7 @@ class Prefill:
             row.first_token = now
         return scores.done
 
-    def _score(self, parts: list[Part], done: list[Row]) -> bool:
+    def _score(self, parts: list[PromptPart], done: list[Row]) -> bool:
         """Run a pass that says how probable the prompts' tokens are; say whether it is needed."""
         if not parts and not done:
             return False
@@ -97,15 +97,7 @@ class Prefill:
             pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
-def page_table(rows: Sequence[Row], width: int | None = None) -> np.ndarray:
-    """Return the pages of rows as int32 [rows, `width` or most pages], 0 past a row's end."""
-    table = np.zeros((len(rows), width or max(len(row.pages) for row in rows)), np.int32)
-    for line, row in zip(table, rows, strict=True):
-        line[: len(row.pages)] = row.pages
-    return table
-
-
-def _packed(parts: list[Part]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _packed(parts: list[PromptPart]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the arguments of a pass over parts of prompts."""
     return (
         np.concatenate([row.context[start : start + size] for row, start, size in parts]),

@@ -23,7 +23,7 @@ REFILL_SHARE = 1 / 16  # of the batch, empty before prompts are read again
 FREE_SHARE = 0.1  # pages kept free for each running row, before another one starts
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Tokens of a row's prompt that one pass reads."""
 
     row: Row
@@ -53,8 +53,8 @@ class PromptPass:
 
     entered: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    scored: list[Part] = field(default_factory=list)
-    plain: list[Part] = field(default_factory=list)
+    scored: list[PromptPart] = field(default_factory=list)
+    plain: list[PromptPart] = field(default_factory=list)
     done: list[Row] = field(default_factory=list)
     going_on: list[Row] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class Prompts:
 
     @property
     def num_waiting(self) -> int:
-        """Rows that have no slot yet."""
+        """Rows that have no slot."""
         return len(self._waiting)
 
     def enqueue(self, rows: Iterable[Row], first: bool = False) -> None:
@@ -217,7 +217,7 @@ class Prompts:
         count = min(len(row.context) - 1 - row.stored, max(budget, 0))
         if count:
             parts = work.scored if row.to_score else work.plain
-            parts.append(Part(row, row.stored, count))
+            parts.append(PromptPart(row, row.stored, count))
             row.stored += count
         if row.stored > row.described:
             self._pages.describe(row.pages, row.context[: row.stored], row.described)

@@ -1,6 +1,7 @@
 """A request on its way through the engine, and what was done for all of them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,3 +100,11 @@ class Stats:
     def acceptance_rate(self) -> float | None:
         """Share of drafted tokens that were right; None where none were drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+
+def page_table(rows: Sequence[Row], width: int | None = None) -> np.ndarray:
+    """Return the pages of rows as int32 [rows, `width` or most pages], 0 past a row's end."""
+    table = np.zeros((len(rows), width or max(len(row.pages) for row in rows)), np.int32)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row.pages)] = row.pages
+    return table

@@ -272,12 +272,8 @@ class Scheduler:
 
     def _go_back(self) -> None:
         """Let rows that lost their last tokens go on from those that they have."""
-        if not self._answers.shortened:
-            return
-        rows = [self._slots.row(slot) for slot in sorted(self._answers.shortened)]
-        self._answers.shortened.clear()
         here: list[Row] = []
-        for row in rows:
+        for row in self._answers.take_shortened():
             kept = int(self._answers.generated[row.slot])
             if len(row.request.input_ids) + kept < len(row.context):
                 self._put_back(row)  # its pages may be shared up to there
@@ -285,7 +281,7 @@ class Scheduler:
             here.append(row)
             self._slots.lengths[row.slot] = len(row.request.input_ids) + kept - 1
             self._slots.scheduled[row.slot] = kept
-            self._answers.restart(row)
+            self._answers.count_tokens(row)
         if here:
             slots = np.array([row.slot for row in here])
             self._steps.write_ends(slots, self._answers.last_ids(slots))

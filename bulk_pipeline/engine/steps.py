@@ -15,8 +15,7 @@ from bulk_pipeline.engine.answers import Answers
 from bulk_pipeline.engine.logprobs import StepLogprobs
 from bulk_pipeline.engine.ngram import Drafts
 from bulk_pipeline.engine.paged_model import PagedModel
-from bulk_pipeline.engine.prefill import page_table
-from bulk_pipeline.engine.rows import Row
+from bulk_pipeline.engine.rows import Row, page_table
 from bulk_pipeline.engine.sampling_slots import upload
 from bulk_pipeline.engine.slots import Slots
 from bulk_pipeline.engine.streams import mark, stream_of
@@ -122,7 +121,7 @@ class Steps:
             self._slots.deactivate(at_limit)
 
     def finish(self) -> Step:
-        """Wait for the oldest step in flight."""
+        """Wait for the oldest step in flight, which is so no more, and return it."""
         step = self.in_flight.popleft()
         if step.event is not None:
             step.event.synchronize()
