@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bulk_pipeline.store import COMPLETIONS, Store, sound_manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.schemas import COMPLETIONS
+from bulk_pipeline.store import Store
 
 SHORT_RUN_TOKENS = 1000  # a run that made fewer says little of the rate
 
@@ -54,7 +56,7 @@ def find_last_run(store: Store, fingerprint: str | None) -> LastRun | None:
     partitions = (store.partition(COMPLETIONS, key) for key in store.partition_keys(COMPLETIONS))
     runs = [
         LastRun(record, manifest.meta.get("made_with", {}).get("model") == fingerprint)
-        for manifest in store.read_many(sound_manifest, partitions)
+        for manifest in store.read_many(Partition.sound_manifest, partitions)
         if manifest
         for record in manifest.meta.get("runs", [])
         if record["completion_tokens"]

@@ -19,6 +19,9 @@ from bulk_pipeline.engine.model_files import device_extras, find_model, model_fi
 from bulk_pipeline.engine.request import READY
 from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
 from bulk_pipeline.lengths import Lengths
+from bulk_pipeline.manifest import Manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.schemas import COMPLETIONS, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
@@ -28,15 +31,7 @@ from bulk_pipeline.stages.sources import FilesReader
 from bulk_pipeline.stages.staleness import SOURCE_CHANGED, find_missing_or_stale
 from bulk_pipeline.stages.stored import StoredAnswers, reasons, rows_with_answers
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import (
-    COMPLETIONS,
-    PROMPTS,
-    RAW_DATASET,
-    Manifest,
-    Partition,
-    Store,
-    sound_manifest,
-)
+from bulk_pipeline.store import Store
 
 READ_ROWS = 4096
 MAX_EXAMPLES = 10  # rows that cannot run, named of each partition
@@ -244,7 +239,7 @@ def plan_partition(
     raw = _complete_manifest(store.partition(RAW_DATASET, key))
     plan.rows = raw.num_rows if raw else None
     prompts = store.partition(PROMPTS, key)
-    changes = stored_changes(sound_manifest(prompts))
+    changes = stored_changes(prompts.sound_manifest())
     plan.changed_sampling = differences(spec.sampling, changes)
     manifest = _complete_manifest(prompts)
     if manifest is None:
@@ -316,7 +311,7 @@ def add_sizes(plan: Plan, settings: GeneratorSettings) -> None:
 
 
 def _complete_manifest(partition: Partition) -> Manifest | None:
-    manifest = sound_manifest(partition)
+    manifest = partition.sound_manifest()
     return manifest if manifest is not None and manifest.complete else None
 
 
@@ -426,12 +421,12 @@ def _stored_answers(
 ) -> tuple[StoredAnswers, Manifest | None]:
     """Look through a partition; where a run replaces its parts meanwhile, once more."""
     for attempt in range(TRIES):
-        answers, manifest = StoredAnswers(wanted, known), sound_manifest(partition)
+        answers, manifest = StoredAnswers(wanted, known), partition.sound_manifest()
         try:
             answers.look_into(partition, manifest.stored if manifest else [])
             break
         except (FileNotFoundError, ValueError):
-            if attempt == TRIES - 1 or sound_manifest(partition) == manifest:
+            if attempt == TRIES - 1 or partition.sound_manifest() == manifest:
                 raise
     return answers, manifest
 

@@ -3,22 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bulk_pipeline.manifest import Manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.partition_writer import SET_ASIDE
 from bulk_pipeline.plan_view import format_seconds, text_table
+from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, SLICES, TABLES
 from bulk_pipeline.spec import SamplingSpec
 from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.progress import add_up, is_alive, read_progress, seconds_left
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
-from bulk_pipeline.store import (
-    COMPLETIONS,
-    OUTPUT,
-    PROMPTS,
-    SET_ASIDE,
-    SLICES,
-    TABLES,
-    Manifest,
-    Store,
-    sound_manifest,
-)
+from bulk_pipeline.store import Store
 
 FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
 STATES = (RUNNING, STOPPED, WAITING, FINISHED)
@@ -108,7 +102,7 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
     if sampling is None:
         return found
     prompts = (store.partition(PROMPTS, key) for key in keys)
-    manifests = store.read_many(sound_manifest, prompts)
+    manifests = store.read_many(Partition.sound_manifest, prompts)
     changed = (differences(sampling, stored_changes(manifest)) for manifest in manifests)
     return [
         replace(each, changed_sampling=changes)
@@ -137,7 +131,7 @@ def _how_far(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
         state = RUNNING if is_alive(progress) else STOPPED
         return PartitionStatus(key, state, COMPLETIONS, progress)
     for table in TABLES:
-        manifest = sound_manifest(store.partition(table, key))
+        manifest = store.partition(table, key).sound_manifest()
         if manifest is None or not manifest.complete:
             return PartitionStatus(key, _unfinished_state(manifest), table)
     return PartitionStatus(key, FINISHED)

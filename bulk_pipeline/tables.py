@@ -4,7 +4,10 @@ from typing import Any
 
 import polars as pl
 
-from bulk_pipeline.store import OUTPUT, Manifest, Partition, Store
+from bulk_pipeline.manifest import Manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.schemas import OUTPUT
+from bulk_pipeline.store import Store
 
 
 def scan_partition(partition: Partition) -> pl.LazyFrame:

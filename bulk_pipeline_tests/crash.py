@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bulk_pipeline import store as store_module
+from bulk_pipeline import faults
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
@@ -52,7 +52,7 @@ class Crashes:
         Parameters
         ----------
         fault
-            As `store.fault`; none by default.
+            As `faults.fault`; none by default.
         kill_after
             Seconds until a KILL from outside.
         generator
@@ -153,8 +153,8 @@ def run_stages(
 
 def _child(order: dict[str, Any], generators: dict[str, Generator], answer: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Dagster does: an exception
-    store_module.fault = order.get("fault", "")
-    store_module.points_passed.clear()
+    faults.fault = order.get("fault", "")
+    faults.points_passed.clear()
     spec = load_spec(order["spec"])
     finished = answer.parent / "finished"
     result: dict[str, Any] = {"error": None}
@@ -169,7 +169,7 @@ def _child(order: dict[str, Any], generators: dict[str, Generator], answer: Path
         )
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
-    result["points"] = dict(store_module.points_passed)
+    result["points"] = dict(faults.points_passed)
     answer.write_text(json.dumps(result, default=str))
 
 

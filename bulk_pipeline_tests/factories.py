@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Completion, Request, Status
-from bulk_pipeline.spec import BulkInferenceSpec, load_spec
-from bulk_pipeline.store import (
+from bulk_pipeline.schemas import (
     COMPLETIONS_SCHEMA,
     PROMPTS,
     PROMPTS_SCHEMA,
     RAW_DATASET,
     ROW_ERROR_FIELD,
     ROW_FIELDS,
-    Store,
 )
+from bulk_pipeline.spec import BulkInferenceSpec, load_spec
+from bulk_pipeline.store import Store
 
 KEY = "all"
 

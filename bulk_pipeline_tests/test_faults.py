@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, TABLES
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL
-from bulk_pipeline.store import COMPLETIONS, OUTPUT, TABLES, Store
+from bulk_pipeline.store import Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
     EchoGenerator,

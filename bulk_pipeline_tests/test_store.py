@@ -15,19 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bulk_pipeline import store as store_module
-from bulk_pipeline.store import (
-    COMPLETIONS,
-    COMPLETIONS_SCHEMA,
-    OUR_COLUMNS,
-    RAW_DATASET,
-    SCHEMA_VERSION,
-    TABLES,
-    Part,
-    Partition,
-    Store,
-    check_partition_key,
-)
+from bulk_pipeline import part_writer as part_writer_module
+from bulk_pipeline.manifest import SCHEMA_VERSION, Part
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUR_COLUMNS, RAW_DATASET, TABLES
+from bulk_pipeline.store import Store, check_partition_key
 
 SCHEMA = pa.schema([("row_index", pa.int64()), ("text", pa.string())])
 SORTED_SCHEMA = pa.schema(
@@ -170,7 +162,7 @@ def test_reader_never_sees_half_a_manifest(local: Partition, monkeypatch: Any) -
         replace(source, target)
         seen.append(read(local))
 
-    monkeypatch.setattr(store_module.os, "replace", look_then_replace)
+    monkeypatch.setattr(os, "replace", look_then_replace)
     commit(local, 1)
     assert seen[-2:] == [rows(0), rows(1)]
     assert all(state in (rows(0), rows(1)) for state in seen)
@@ -363,7 +355,7 @@ def test_lists_of_nulls_are_written(local: Partition) -> None:
 
 
 def test_long_rows_come_in_small_groups(local: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(part_writer_module, "ROW_GROUP_BYTES", 1000)
     with local.writer() as writer:
         with writer.new_part(SCHEMA) as part_writer:
             for index in range(4):
@@ -377,7 +369,7 @@ def test_long_rows_come_in_small_groups(local: Partition, monkeypatch: pytest.Mo
 def test_groups_are_full_whatever_is_written_at_once(
     local: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "ROW_GROUP_ROWS", 10)
+    monkeypatch.setattr(part_writer_module, "ROW_GROUP_ROWS", 10)
     with local.writer() as writer:
         with writer.new_part(SCHEMA) as part_writer:
             for start, stop in ((0, 7), (7, 35), (35, 38)):

@@ -21,6 +21,8 @@ from contextlib import closing
 from typing import Any, Literal
 
 from bulk_pipeline.engine.request import Status
+from bulk_pipeline.partition_writer import PartitionWriter
+from bulk_pipeline.schemas import COMPLETIONS, PROMPTS
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.finished import finish_table, num_failed
 from bulk_pipeline.stages.generation import run_requests
@@ -30,16 +32,10 @@ from bulk_pipeline.stages.journal import Journal
 from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile
 from bulk_pipeline.stages.sampling_changes import changes_metadata
 from bulk_pipeline.stages.sink import PartSink
+from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import begin_redo, drop_slices, other_partitions, slice_sources
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import (
-    COMPLETIONS,
-    PROMPTS,
-    PartitionWriter,
-    StageReport,
-    Store,
-    sound_manifest,
-)
+from bulk_pipeline.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +209,7 @@ def _runs_so_far(writer: PartitionWriter, file: ProgressFile) -> list[dict[str, 
     runs += file.take_over(runs)
     if not writer.partition.slice_name:
         for each in writer.partition.store.slices(writer.partition.key):
-            manifest = sound_manifest(each)
+            manifest = each.sound_manifest()
             runs += manifest.meta.get("runs", []) if manifest else []
             runs += ProgressFile(each).take_over(runs)
     return list({run["began"]: run for run in runs}.values())

@@ -23,6 +23,15 @@ import pyarrow as pa
 from jinja2 import TemplateSyntaxError
 
 from bulk_pipeline.engine.request import READY, Status
+from bulk_pipeline.manifest import MANIFEST, Manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.schemas import (
+    PROMPTS,
+    PROMPTS_SCHEMA,
+    RAW_DATASET,
+    ROW_ERROR_FIELD,
+    SAMPLING_TYPE,
+)
 from bulk_pipeline.spec import (
     FAMILIES,
     BulkInferenceSpec,
@@ -45,6 +54,7 @@ from bulk_pipeline.stages.sampling_changes import (
     stored_changes,
     with_changes,
 )
+from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.turns import (
     MAX_TEMPLATE_CHARS,
     BadRow,
@@ -53,18 +63,7 @@ from bulk_pipeline.stages.turns import (
     Turn,
     TurnReader,
 )
-from bulk_pipeline.store import (
-    MANIFEST,
-    PROMPTS,
-    PROMPTS_SCHEMA,
-    RAW_DATASET,
-    ROW_ERROR_FIELD,
-    SAMPLING_TYPE,
-    Manifest,
-    Partition,
-    StageReport,
-    Store,
-)
+from bulk_pipeline.store import Store
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from bulk_pipeline.engine.tokenizer import PromptTokenizer

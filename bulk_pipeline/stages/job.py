@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bulk_pipeline.manifest import Manifest
+from bulk_pipeline.partition import Partition
+from bulk_pipeline.partition_writer import PartitionWriter
 from bulk_pipeline.stages.journal import Journal, given_up, suspects
 from bulk_pipeline.stages.sampling_changes import stored_changes
 from bulk_pipeline.stages.stored import (
@@ -25,7 +28,6 @@ from bulk_pipeline.stages.stored import (
     slices_of,
 )
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import Manifest, Partition, PartitionWriter
 
 
 class Job:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bulk_pipeline.schemas import RAW_DATASET
 from bulk_pipeline.stages import sources
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.partitions import (
@@ -22,7 +23,7 @@ from bulk_pipeline.stages.partitions import (
     list_files,
     plan_partitions,
 )
-from bulk_pipeline.store import RAW_DATASET, check_partition_key
+from bulk_pipeline.store import check_partition_key
 from bulk_pipeline_tests.factories import make_spec, make_store, read_rows
 
 

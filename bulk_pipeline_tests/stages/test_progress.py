@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bulk_pipeline.progress_view import progress_numbers
+from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.stages import sink as sink_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.progress import (
@@ -20,7 +21,6 @@ from bulk_pipeline.stages.progress import (
     seconds_left,
     watching,
 )
-from bulk_pipeline.store import COMPLETIONS
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from bulk_pipeline.engine.loading import load_generator
+from bulk_pipeline.schemas import COMPLETIONS, SLICES
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages.complete import begin_slices, complete_partition, complete_slice
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.generators import Generator
 from bulk_pipeline.stages.ingest import ingest_partition
+from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.status import RUNNING, STOPPED, read_status
-from bulk_pipeline.store import COMPLETIONS, SLICES, StageReport, Store
+from bulk_pipeline.store import Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bulk_pipeline.engine.loading import settings_fingerprint
+from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages import staleness
 from bulk_pipeline.stages.complete import complete_partition
@@ -20,7 +21,6 @@ from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.partitions import plan_partitions
 from bulk_pipeline.stages.staleness import find_missing_or_stale, find_removed
-from bulk_pipeline.store import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline_tests.factories import EchoGenerator, make_spec, make_store
 
 
