@@ -203,7 +203,7 @@ class Answers:
         self._slots.renew(row.slot)
 
     def count_tokens(self, row: Row) -> None:
-        """Let the sampler and the search for loops know a row's tokens, when it enters or lost some."""
+        """Let the sampler and the search for loops know the tokens that a row has now."""
         slot, params = row.slot, row.request.sampling
         generated = self._tokens[slot, : self.generated[slot]].tolist()
         self._sampler.add(slot, params, row.request.input_ids, generated)
