@@ -17,7 +17,8 @@ from bulk_pipeline.manifest import Manifest
 from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.answers import answer_settings
-from bulk_pipeline.stages.format import chat_template_text, prompt_inputs
+from bulk_pipeline.stages.chat_template import chat_template_text
+from bulk_pipeline.stages.format import prompt_inputs
 from bulk_pipeline.stages.ingest import source_settings
 from bulk_pipeline.stages.partitions import Slice, plan_partitions
 from bulk_pipeline.stages.sampling_changes import stored_changes, with_changes
