@@ -1,5 +1,6 @@
 """A process may end at any step of any stage: nothing is lost, little is done twice."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, TABLES
 from bulk_pipeline.stages.complete import complete_partition
@@ -265,6 +267,42 @@ def test_a_read_only_disk_is_named(small_disk):
         complete_partition(spec, store, KEY, EchoGenerator, "model")
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     complete_partition(spec, store, KEY, EchoGenerator, "model")
+
+
+@pytest.mark.parametrize("has_to_run", [True, False])
+def test_a_disk_that_turns_read_only_in_a_run_is_named(tmp_path, monkeypatch, has_to_run):
+    spec = make_spec(tmp_path, output={"flush_rows": 2})
+    store = make_store(spec)
+    prompts = [make_prompt(i) for i in range(9)]
+    write_prompts(store, prompts)
+    if not has_to_run:  # the table alone is to be made again
+        complete_partition(spec, store, KEY, EchoGenerator, "model")
+        write_prompts(store, prompts[::-1], renumber=True)
+    with monkeypatch.context() as patch:
+        read_only_from_the_first_commit(patch)
+        with pytest.raises(OSError, match=r"completions/all.*: the disk cannot be written; make"):
+            complete_partition(spec, store, KEY, EchoGenerator, "model")
+    complete_partition(spec, store, KEY, EchoGenerator, "model")
+    assert len(read_rows(store, COMPLETIONS)) == 9
+
+
+def read_only_from_the_first_commit(patch: pytest.MonkeyPatch) -> None:
+    """Let nothing be written or deleted any more once a manifest is to be replaced again."""
+    replace, is_taken = os.replace, False
+
+    def replace_one(source: str, target: str) -> None:
+        nonlocal is_taken
+        if target.endswith("manifest.json") and is_taken:
+            patch.setattr(os, "replace", refuse)
+            patch.setattr(LocalFileSystem, "rm_file", refuse)
+            refuse()
+        is_taken |= target.endswith("manifest.json")  # that the partition is this writer's
+        replace(source, target)
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    patch.setattr(os, "replace", replace_one)
 
 
 @pytest.mark.parametrize("table", [COMPLETIONS])

@@ -6,7 +6,7 @@ parts and no more memory than a part.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pyarrow as pa
@@ -85,12 +85,16 @@ def in_order(writer: PartitionWriter, tables: Iterable[pa.Table]) -> Iterator[It
 
     All `tables` are taken before the first row comes.
     """
-    pieces = list(_write_pieces(writer, tables))
+    pieces: list[Part] = []
     try:
+        pieces.extend(_write_pieces(writer, tables))
         held = max(LEAST_MERGED, SORT_ROWS // max(len(pieces), 1))
         yield writer.partition.read_sorted(pieces, held)
-    finally:
-        writer.discard(pieces)
+    except BaseException:
+        with suppress(OSError):  # the first error says more; the next writer deletes them
+            writer.discard(pieces)
+        raise
+    writer.discard(pieces)
 
 
 def _placed(completions: pa.Table, wanted: WantedRequests, numbers: np.ndarray) -> pa.Table:

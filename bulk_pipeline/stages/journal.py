@@ -106,7 +106,8 @@ class Journal:
             self._close_file()
         if self._store.fs.exists(self._path):
             fault_point("journal delete")
-            self._store.fs.rm_file(self._path)
+            with disk_errors(self._path):
+                self._store.fs.rm_file(self._path)
 
     def _note(self, lines: str, is_start: bool = False) -> None:
         if not self._store.is_local:
