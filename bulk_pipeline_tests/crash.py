@@ -21,7 +21,7 @@ from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
-from bulk_pipeline.stages.generators import CHECK_ID, Generator
+from bulk_pipeline.stages.generator_protocol import CHECK_ID, Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.store import Store

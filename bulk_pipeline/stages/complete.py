@@ -5,8 +5,8 @@ The way of a partition, each step with a module of its own:
 - `job`: the requests wanted (`wanted`) are compared by key with the completions stored for the
   partition, finished or not, and for the dataset's other partitions (`stored`). What is missing
   runs, equal requests once.
-- `generation`: it goes through the engine (`generators`), as far as it can run (`waiting`); what is
-  there (`in_flight`) is in the journal.
+- `generation`: it goes through the engine, each request once it can run (`unanswered`); what the
+  engine has (`in_flight`) is in the journal.
 - `sink`: finished completions are committed every few rows or seconds.
 - `finished`: the stored completions are dealt out to the requests that want them, sorted
   (`dealing`), and committed as the finished table.
@@ -26,7 +26,7 @@ from bulk_pipeline.schemas import COMPLETIONS, PROMPTS
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.finished import finish_table, num_failed
 from bulk_pipeline.stages.generation import run_requests
-from bulk_pipeline.stages.generators import Generator
+from bulk_pipeline.stages.generator_protocol import Generator
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.journal import Journal
 from bulk_pipeline.stages.progress import MAX_RUNS, Progress, ProgressFile

@@ -8,28 +8,28 @@ import json
 import logging
 from collections.abc import Iterator
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 from bulk_pipeline.engine.errors import GenerationError
 from bulk_pipeline.engine.request import Completion, Request, Status
-from bulk_pipeline.stages.generators import ChatGenerator, Generator, provenance_of
+from bulk_pipeline.stages.generator_protocol import ChatGenerator, Generator
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.sink import PartSink
 from bulk_pipeline.stages.stored import ANSWERS
-from bulk_pipeline.stages.waiting import WaitingRequests
+from bulk_pipeline.stages.unanswered import UnansweredRequests
 from bulk_pipeline.stages.wanted import WantedRequest
 
 log = logging.getLogger(__name__)
 
 
 class InFlight:
-    """Puts waiting requests through the engine, and the turns after them."""
+    """Puts unanswered requests through the engine, and the turns after them."""
 
-    def __init__(self, job: Job, waiting: WaitingRequests, sink: PartSink, generator: Generator):
-        self._job, self._journal, self._waiting, self._sink = job, job.journal, waiting, sink
+    def __init__(self, job: Job, left: UnansweredRequests, sink: PartSink, generator: Generator):
+        self._job, self._journal, self._left, self._sink = job, job.journal, left, sink
         self._generator = generator
         self._produced_by = {
-            name: json.dumps(provenance_of(generator.provenance, name), sort_keys=True)
+            name: json.dumps(_provenance_of(generator.provenance, name), sort_keys=True)
             for name in job.wanted.adapters
         }
         self._requests: dict[int, WantedRequest] = {}
@@ -89,7 +89,7 @@ class InFlight:
     def _go_on(self, completion: Completion) -> Iterator[Request]:
         """The turn after one that was answered."""
         request = self._requests[cast(int, completion.request_id)]
-        if completion.status in ANSWERS and self._waiting.goes_on(request.number):
+        if completion.status in ANSWERS and self._left.goes_on(request.number):
             ids, text = completion.token_ids, completion.text
             chats = cast(ChatGenerator, self._generator)
             kept = chats.answer_ids(ids, text, request.sampling.stop_token_ids)
@@ -97,7 +97,7 @@ class InFlight:
 
     def _finish(self, completion: Completion) -> None:
         request = self._requests.pop(cast(int, completion.request_id))
-        self._waiting.remove(request.number)
+        self._left.remove(request.number)
         self._journal.finish(request.key)
         attempts = int(self._job.attempts[request.number]) + 1
         attempts += self._journal.failures[request.key]
@@ -115,7 +115,7 @@ class InFlight:
         Only where a note takes long, so that the model need not wait for one at every turn.
         """
         keys: list[str] = []
-        while self._journal.ahead > 1 and self._waiting.goes_on(request.number + len(keys)):
+        while self._journal.ahead > 1 and self._left.goes_on(request.number + len(keys)):
             keys.append(request.later_turns[request.turn + len(keys)].key)
         return keys
 
@@ -128,3 +128,12 @@ def _failed_alone(wanted: WantedRequest, error: GenerationError) -> Completion:
     return Completion(
         wanted.number, Status.ERROR, prompt_tokens=len(wanted.input_ids), error=reason
     )
+
+
+def _provenance_of(provenance: dict[str, Any], adapter: str | None) -> dict[str, Any]:
+    """What is recorded with a completion: of all adapters the one that it used."""
+    adapters = provenance.get("adapters", {})
+    rest = {name: value for name, value in provenance.items() if name != "adapters"}
+    if adapter is None:
+        return rest
+    return rest | {"adapter": {"name": adapter, "fingerprint": adapters.get(adapter)}}

@@ -14,7 +14,7 @@ from bulk_pipeline.schemas import COMPLETIONS, SLICES
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages.complete import begin_slices, complete_partition, complete_slice
 from bulk_pipeline.stages.format import format_partition
-from bulk_pipeline.stages.generators import Generator
+from bulk_pipeline.stages.generator_protocol import Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS

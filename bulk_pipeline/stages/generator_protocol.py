@@ -15,7 +15,7 @@ AnswerIds = Callable[[Sequence[int], str, Collection[int]], list[int]]  # of `Ch
 
 
 class Generator(Protocol):
-    """What this stage needs of the engine; `BulkGenerator` is one."""
+    """What the completions need of the engine; `BulkGenerator` is one."""
 
     provenance: dict[str, Any]
 
@@ -59,12 +59,3 @@ def check_engine(generator: Generator, adapter: str | None) -> None:
     params = SamplingParams(temperature=0.0, max_new_tokens=1)
     for _ in generator.run([Request(CHECK_ID, (0,), params, adapter=adapter)]):
         pass
-
-
-def provenance_of(provenance: dict[str, Any], adapter: str | None) -> dict[str, Any]:
-    """What is recorded with a completion: of all adapters the one that it used."""
-    adapters = provenance.get("adapters", {})
-    rest = {name: value for name, value in provenance.items() if name != "adapters"}
-    if adapter is None:
-        return rest
-    return rest | {"adapter": {"name": adapter, "fingerprint": adapters.get(adapter)}}

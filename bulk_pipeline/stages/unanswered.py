@@ -14,13 +14,13 @@ import pyarrow as pa
 
 from bulk_pipeline.manifest import Part
 from bulk_pipeline.stages.dealing import deal, in_order
-from bulk_pipeline.stages.generators import AnswerIds
+from bulk_pipeline.stages.generator_protocol import AnswerIds
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.stored import StoredAnswers
 from bulk_pipeline.stages.wanted import WantedRequest, requests_at
 
 
-class WaitingRequests:
+class UnansweredRequests:
     """The leaders of a planned job, until each has run."""
 
     def __init__(self, job: Job):
