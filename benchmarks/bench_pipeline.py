@@ -101,7 +101,7 @@ def measure(num_rows: int) -> dict[str, Any]:
     from bulk_pipeline.stages.format import format_partition
     from bulk_pipeline.stages.ingest import ingest_partition
     from bulk_pipeline.stages.join import join_partition
-    from bulk_pipeline.store import Store
+    from bulk_pipeline.storage.store import Store
 
     with tempfile.TemporaryDirectory() as folder:
         write_source(Path(folder, "source.jsonl"), num_rows)

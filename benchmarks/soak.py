@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bulk_pipeline.schemas import COMPLETIONS, TABLES
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, TABLES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import read_rows
 from bulk_pipeline_tests.test_faults import finished, leftovers, real_spec, stable_tables

@@ -21,10 +21,10 @@ from throughput_work import describe_machine, describe_model, describe_versions,
 
 from bulk_pipeline import ExLlamaV2Resource
 from bulk_pipeline.engine.request import Request, SamplingParams
-from bulk_pipeline.schemas import COMPLETIONS, PROMPTS
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.complete import complete_partition, complete_slice
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, PROMPTS
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import make_prompt, read_rows, write_prompts
 
 RESULTS = Path(__file__).parent / "results" / "two_gpus.jsonl"

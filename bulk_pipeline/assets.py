@@ -19,10 +19,10 @@ from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.partition_loop import run_partitions
 from bulk_pipeline.progress_view import observer
 from bulk_pipeline.resources import ExLlamaV2Resource
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, SLICES, TABLES
 from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, SLICES, TABLES
+from bulk_pipeline.storage.store import Store
 
 SPEC = "bulk_pipeline/spec"  # metadata of the completions asset: the dataset's settings
 ALL = "all"  # the only key of a dataset that is not cut

@@ -12,9 +12,9 @@ from typing import Any
 import dagster as dg
 
 from bulk_pipeline.assets import ALL, asset_key, asset_keys, open_store, partitions_definition
-from bulk_pipeline.schemas import RAW_DATASET
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import RAW_DATASET
+from bulk_pipeline.storage.store import Store
 
 SYNC_TAG = "bulk_pipeline/sync_partitions"  # marks the jobs that `partitions sync` runs
 STATUS_TAG = "bulk_pipeline/partitions_status"  # marks those that `partitions status` runs

@@ -14,8 +14,9 @@ import polars as pl
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import NOT_RUN, Status
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.schemas import (
+from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.schemas import (
     COMPLETIONS,
     COMPLETIONS_SCHEMA,
     OUTPUT,
@@ -26,8 +27,7 @@ from bulk_pipeline.schemas import (
     ROW_ERROR_FIELD,
     ROW_FIELDS,
 )
-from bulk_pipeline.spec import BulkInferenceSpec
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline.tables import scan_partition
 
 MAX_EMPTY_RATE = 0.05  # of answers without text; more is a warning

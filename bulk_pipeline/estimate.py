@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import COMPLETIONS
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import COMPLETIONS
+from bulk_pipeline.storage.store import Store
 
 SHORT_RUN_TOKENS = 1000  # a run that made fewer says little of the rate
 

@@ -9,12 +9,12 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bulk_pipeline.part_writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS
-from bulk_pipeline.schemas import OUTPUT
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline.stages.exporters import EXPORTERS, Exporter, Write, token_bytes
 from bulk_pipeline.stages.formats.openai_batch_results import TokenBytes
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.part_writer import ROW_GROUP_BYTES, ROW_GROUP_ROWS
+from bulk_pipeline.storage.schemas import OUTPUT
+from bulk_pipeline.storage.store import Store
 
 PARTITION = "partition"  # the column that says where a row is from, as in `scan_table`
 READ_ROWS = 4096

@@ -21,10 +21,10 @@ from dagster._core.definitions.source_asset import (
 
 from bulk_pipeline.checks import run_checks
 from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
+from bulk_pipeline.storage.store import Store
 
 FAILED = "bulk_pipeline/failed"  # metadata of the observation that records a bad partition
 NEXT = {

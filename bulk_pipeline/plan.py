@@ -19,9 +19,6 @@ from bulk_pipeline.engine.model_files import device_extras, find_model, model_fi
 from bulk_pipeline.engine.request import READY
 from bulk_pipeline.estimate import Estimate, Rate, estimate, find_last_run
 from bulk_pipeline.lengths import Lengths
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import COMPLETIONS, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import PAGE_TOKENS, BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.partitions import NoFilesError, Slice, plan_partitions
@@ -31,7 +28,10 @@ from bulk_pipeline.stages.sources import FilesReader
 from bulk_pipeline.stages.staleness import SOURCE_CHANGED, find_missing_or_stale
 from bulk_pipeline.stages.stored import StoredAnswers, reasons, rows_with_answers
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import COMPLETIONS, PROMPTS, RAW_DATASET
+from bulk_pipeline.storage.store import Store
 
 READ_ROWS = 4096
 MAX_EXAMPLES = 10  # rows that cannot run, named of each partition

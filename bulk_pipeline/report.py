@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.lengths import Lengths
-from bulk_pipeline.schemas import COMPLETIONS, PROMPTS
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.progress import merge_runs
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, PROMPTS
+from bulk_pipeline.storage.store import Store
 
 READ_ROWS = 4096
 NUM_SLOWEST = 10

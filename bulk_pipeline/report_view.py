@@ -9,8 +9,8 @@ from typing import Any
 from bulk_pipeline.charts import Chart, bar_chart, curve_chart, share_chart, to_data_uri, to_svg
 from bulk_pipeline.plan_view import format_seconds
 from bulk_pipeline.report import PartitionReport
-from bulk_pipeline.schemas import OUTPUT
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import OUTPUT
+from bulk_pipeline.storage.store import Store
 
 REPORT_FILE = "report.html"
 

@@ -12,8 +12,8 @@ import dagster as dg
 from bulk_pipeline.assets import asset_key, open_store, partition_options, redo_names
 from bulk_pipeline.gpu_pool import GPU_POOL
 from bulk_pipeline.partition_loop import failed_earlier_in_run, warn_of_dead_runs
-from bulk_pipeline.schemas import COMPLETIONS, PROMPTS, SLICES
 from bulk_pipeline.spec import BulkInferenceSpec
+from bulk_pipeline.storage.schemas import COMPLETIONS, PROMPTS, SLICES
 
 
 def build_slices(spec: BulkInferenceSpec, resource_key: str) -> dg.AssetsDefinition:

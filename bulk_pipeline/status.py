@@ -3,16 +3,16 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import SET_ASIDE
 from bulk_pipeline.plan_view import format_seconds, text_table
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, SLICES, TABLES
 from bulk_pipeline.spec import SamplingSpec
 from bulk_pipeline.stages.journal import read_failures, run_alone_note, suspects
 from bulk_pipeline.stages.progress import add_up, is_alive, read_progress, seconds_left
 from bulk_pipeline.stages.sampling_changes import describe, differences, stored_changes
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import SET_ASIDE
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, SLICES, TABLES
+from bulk_pipeline.storage.store import Store
 
 FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
 STATES = (RUNNING, STOPPED, WAITING, FINISHED)

@@ -4,10 +4,10 @@ from typing import Any
 
 import polars as pl
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import OUTPUT
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import OUTPUT
+from bulk_pipeline.storage.store import Store
 
 
 def scan_partition(partition: Partition) -> pl.LazyFrame:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from bulk_pipeline import faults
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
@@ -24,7 +23,8 @@ from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.generator_protocol import CHECK_ID, Generator
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage import faults
+from bulk_pipeline.storage.store import Store
 
 KEY = "all"
 

@@ -18,7 +18,7 @@ import dagster as dg
 import psutil
 
 from bulk_pipeline.gpu_pool import GPU_POOL
-from bulk_pipeline.schemas import COMPLETIONS, TABLES
+from bulk_pipeline.storage.schemas import COMPLETIONS, TABLES
 
 LOCATION = "my_project.definitions"
 

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Completion, Request, Status
-from bulk_pipeline.schemas import (
+from bulk_pipeline.spec import BulkInferenceSpec, load_spec
+from bulk_pipeline.storage.schemas import (
     COMPLETIONS_SCHEMA,
     PROMPTS,
     PROMPTS_SCHEMA,
@@ -14,8 +15,7 @@ from bulk_pipeline.schemas import (
     ROW_ERROR_FIELD,
     ROW_FIELDS,
 )
-from bulk_pipeline.spec import BulkInferenceSpec, load_spec
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 
 KEY = "all"
 

@@ -14,13 +14,13 @@ from bulk_pipeline.engine.doctor import examine
 from bulk_pipeline.engine.loading import load_generator, settings_fingerprint
 from bulk_pipeline.plan import plan_dataset
 from bulk_pipeline.plan_view import to_json, to_text
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS
 from bulk_pipeline.spec import GeneratorSettings, load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.staleness import find_missing_or_stale
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS
 from bulk_pipeline_tests.adapters import make_adapter
 from bulk_pipeline_tests.factories import KEY, EchoGenerator, make_store, read_rows
 from bulk_pipeline_tests.test_row_settings import materialize, output, spec

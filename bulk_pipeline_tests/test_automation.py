@@ -20,9 +20,9 @@ from bulk_pipeline.automation import (
     contiguous_ranges,
     look_at_source,
 )
-from bulk_pipeline.schemas import OUTPUT, RAW_DATASET, TABLES
 from bulk_pipeline.stages import partitions
 from bulk_pipeline.stages.ingest import ingest_partition
+from bulk_pipeline.storage.schemas import OUTPUT, RAW_DATASET, TABLES
 from bulk_pipeline_tests.factories import make_spec, make_store
 
 NOW = time.time()

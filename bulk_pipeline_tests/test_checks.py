@@ -7,11 +7,17 @@ import pyarrow as pa
 import pytest
 
 from bulk_pipeline.checks import CHECKS, run_checks
-from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import (
+    COMPLETIONS,
+    COMPLETIONS_SCHEMA,
+    OUTPUT,
+    PROMPTS,
+    RAW_DATASET,
+)
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import (
     EchoGenerator,
     make_prompt,

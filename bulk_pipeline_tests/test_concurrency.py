@@ -8,8 +8,8 @@ import polars as pl
 import pyarrow as pa
 
 from bulk_pipeline import build_bulk_inference_defs, scan_table
-from bulk_pipeline.schemas import OUTPUT, RAW_DATASET, TABLES
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import OUTPUT, RAW_DATASET, TABLES
+from bulk_pipeline.storage.store import Store
 
 ROWS, KEYS, REWRITES = 300, ("a", "b", "c"), 40
 SCHEMA = pa.schema([("row_index", pa.int64()), ("version", pa.int64())])

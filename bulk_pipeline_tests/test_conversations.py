@@ -18,8 +18,8 @@ from bulk_pipeline.plan import plan_dataset
 from bulk_pipeline.plan_view import to_text
 from bulk_pipeline.report import report_partition
 from bulk_pipeline.report_view import to_html
-from bulk_pipeline.schemas import COMPLETIONS_SCHEMA
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
 from bulk_pipeline_tests.crash import Crashes
 from bulk_pipeline_tests.test_faults import finished, real_spec, stable_tables
 

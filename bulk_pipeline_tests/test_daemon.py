@@ -13,14 +13,14 @@ import yaml
 from bulk_pipeline import load_spec
 from bulk_pipeline.automation import RANGE_TAGS, UNFINISHED
 from bulk_pipeline.engine.loading import settings_fingerprint
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, TABLES
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.staleness import find_missing_or_stale
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, TABLES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.dev import LOCATION, dagster_dev, wait_for
 from bulk_pipeline_tests.factories import EchoGenerator
 

@@ -18,14 +18,14 @@ from bulk_pipeline.engine.errors import GenerationError
 from bulk_pipeline.engine.request import Completion, Request
 from bulk_pipeline.engine.stand_in import install_stand_in
 from bulk_pipeline.plan import plan_partition
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.complete import complete_partition, complete_slice
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, Journal
 from bulk_pipeline.stages.sink import PartSink
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.status import STOPPED, read_status, to_text
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

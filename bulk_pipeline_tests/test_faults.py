@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, TABLES
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, TABLES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
     EchoGenerator,

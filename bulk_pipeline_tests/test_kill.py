@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import read_rows, stable
 
 ROOT = Path(__file__).parent.parent

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs, scan_table
 from bulk_pipeline.cli import main
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.journal import GIVE_UP_AFTER, JOURNAL, REMOTE_AHEAD
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.crash import KEY, Crashes
 from bulk_pipeline_tests.factories import (
     EchoGenerator,

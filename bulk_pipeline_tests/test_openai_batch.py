@@ -20,7 +20,7 @@ from bulk_pipeline.cli import main
 from bulk_pipeline.export import export_output
 from bulk_pipeline.init import defs_yaml, find_project, look_at
 from bulk_pipeline.spec import GeneratorSettings
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -13,8 +13,8 @@ import pytest
 
 from bulk_pipeline import scan_table
 from bulk_pipeline.automation import RANGE_TAGS, UNFINISHED
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, TABLES
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, TABLES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.dev import Dev, dagster_dev, kill_tree, wait_for
 from bulk_pipeline_tests.postgres import find_program, run_postgres
 

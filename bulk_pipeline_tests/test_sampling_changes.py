@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs, load_spec, scan_table
 from bulk_pipeline.cli import main
-from bulk_pipeline.partition_writer import SET_ASIDE
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, TABLES
 from bulk_pipeline.stages import complete as complete_module
 from bulk_pipeline.stages.staleness import find_missing_or_stale
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.partition_writer import SET_ASIDE
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, TABLES
+from bulk_pipeline.storage.store import Store
 
 KEYS = ("first", "second")
 NUM_ROWS = 3

@@ -18,12 +18,12 @@ import torch
 
 from bulk_pipeline.engine.loading import load_generator, settings_fingerprint
 from bulk_pipeline.gpu_pool import GPU_POOL
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, SLICES
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, SLICES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import read_rows, stable
 
 ROOT = Path(__file__).parent.parent

@@ -16,14 +16,14 @@ from click.testing import CliRunner
 
 from bulk_pipeline import build_bulk_inference_defs, progress_view
 from bulk_pipeline.cli import main
-from bulk_pipeline.partition_writer import SET_ASIDE
-from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.stages import sink as sink_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.progress import PROGRESS_FILE, Progress
 from bulk_pipeline.status import read_status, to_text
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.partition_writer import SET_ASIDE
+from bulk_pipeline.storage.schemas import COMPLETIONS
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

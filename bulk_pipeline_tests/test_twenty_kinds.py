@@ -19,10 +19,10 @@ from bulk_pipeline.engine.request import (
     StructuredOutput,
     ThinkingBudget,
 )
-from bulk_pipeline.schemas import PROMPTS
 from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline.stages.wanted import requests_at
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import PROMPTS
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.test_row_settings import materialize, output
 
 SCHEMA = {

@@ -15,7 +15,7 @@ from bulk_pipeline.cli.run import run, status
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what object storage refuses is its message, not a traceback."""
-        from bulk_pipeline.objects import StorageError
+        from bulk_pipeline.storage.objects import StorageError
 
         try:
             return super().invoke(ctx)

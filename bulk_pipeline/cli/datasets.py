@@ -9,9 +9,9 @@ import dagster as dg
 from bulk_pipeline.assets import SPEC, open_store
 from bulk_pipeline.cli.loading import Loaded, WrongUseError, innermost_message, load_definitions
 from bulk_pipeline.resources import ExLlamaV2Resource
-from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS
+from bulk_pipeline.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)

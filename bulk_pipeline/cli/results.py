@@ -21,7 +21,7 @@ from bulk_pipeline.cli.options import (
     write_file,
 )
 from bulk_pipeline.export import FORMATS, export_output, open_new
-from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
+from bulk_pipeline.storage.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import finished_partitions, scan_table
 
 SHOWN = ("status", "completion_tokens", "completion")

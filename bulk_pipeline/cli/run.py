@@ -28,9 +28,9 @@ from bulk_pipeline.cli.options import (
 )
 from bulk_pipeline.gpu_pool import telling_of_a_wait
 from bulk_pipeline.progress_view import progress_bar
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec, change_sampling
 from bulk_pipeline.status import RUNNING, STOPPED, read_status, set_aside_text, to_text
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 
 CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 WARNINGS: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import filelock
 
-from bulk_pipeline.objects import ObjectStorage
+from bulk_pipeline.storage.objects import ObjectStorage
 
 CACHE = "BULK_PIPELINE_MODELS"  # the environment's name for the folder that holds the models
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")

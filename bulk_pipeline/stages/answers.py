@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from bulk_pipeline.schemas import (
+from bulk_pipeline.spec import OutputSpec
+from bulk_pipeline.stages.reasoning import is_reasoning_open, split_reasoning
+from bulk_pipeline.stages.unfold import Unfolder
+from bulk_pipeline.storage.schemas import (
     LOGPROB_FIELDS,
     OUTPUT_FIELDS,
     PROMPT_LOGPROB_FIELDS,
     REASONING_FIELD,
 )
-from bulk_pipeline.spec import OutputSpec
-from bulk_pipeline.stages.reasoning import is_reasoning_open, split_reasoning
-from bulk_pipeline.stages.unfold import Unfolder
 
 
 def answer_settings(output: OutputSpec) -> dict[str, Any]:

@@ -21,8 +21,6 @@ from contextlib import closing
 from typing import Any, Literal
 
 from bulk_pipeline.engine.request import Status
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import COMPLETIONS, PROMPTS
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.finished import finish_table, num_failed
 from bulk_pipeline.stages.generation import run_requests
@@ -35,7 +33,9 @@ from bulk_pipeline.stages.sink import PartSink
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import begin_redo, drop_slices, other_partitions, slice_sources
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import COMPLETIONS, PROMPTS
+from bulk_pipeline.storage.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.engine.request import READY
-from bulk_pipeline.manifest import Part
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import COMPLETIONS_SCHEMA
 from bulk_pipeline.stages.stored import StoredAnswers
 from bulk_pipeline.stages.wanted import WantedRequests
+from bulk_pipeline.storage.manifest import Part
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
 
 PLACE = ("row_index", "sample_index", "turn")  # of a request; the order of the table
 SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first

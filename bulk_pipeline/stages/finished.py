@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.engine.request import NOT_RUN, Status
-from bulk_pipeline.schemas import COMPLETIONS_SCHEMA
 from bulk_pipeline.stages.dealing import PLACE, deal, in_order, not_run
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.stored import keep_unwanted
 from bulk_pipeline.stages.wanted import WantedRequests
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
 
 WITHOUT_ANSWER = (*sorted(NOT_RUN), Status.ERROR)
 

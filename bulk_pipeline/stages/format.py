@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from datetime import date as Date
 from typing import Any
 
-from bulk_pipeline.manifest import MANIFEST, Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import PROMPTS, PROMPTS_SCHEMA, RAW_DATASET, ROW_ERROR_FIELD
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings, SamplingSpec
 from bulk_pipeline.stages.chat_template import chat_template_text
 from bulk_pipeline.stages.formatter import Formatter
@@ -32,7 +29,10 @@ from bulk_pipeline.stages.shortening import Shortener
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.template_check import check_template
 from bulk_pipeline.stages.turns import RawColumns, TurnReader
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import MANIFEST, Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import PROMPTS, PROMPTS_SCHEMA, RAW_DATASET, ROW_ERROR_FIELD
+from bulk_pipeline.storage.store import Store
 
 BATCH_ROWS = 1024
 log = logging.getLogger(__name__)

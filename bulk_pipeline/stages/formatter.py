@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import READY, Status
-from bulk_pipeline.schemas import ROW_ERROR_FIELD
 from bulk_pipeline.spec import BulkInferenceSpec
 from bulk_pipeline.stages.prompt_rows import PromptCounts, PromptRow, prompts_batch
 from bulk_pipeline.stages.reasoning import is_reasoning_open
@@ -16,6 +15,7 @@ from bulk_pipeline.stages.rendering import Renderer
 from bulk_pipeline.stages.row_sampling import SamplingReader
 from bulk_pipeline.stages.shortening import Shortener
 from bulk_pipeline.stages.turns import BadRow, TurnReader
+from bulk_pipeline.storage.schemas import ROW_ERROR_FIELD
 
 
 class Formatter:

@@ -16,9 +16,6 @@ import jinja2.meta
 import numpy as np
 import pyarrow as pa
 
-from bulk_pipeline.part_writer import PartWriter
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import OUR_COLUMNS, RAW_DATASET, ROW_ERROR_FIELD, ROW_FIELDS
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource
 from bulk_pipeline.stages.columns import (
     ValueShape,
@@ -30,7 +27,10 @@ from bulk_pipeline.stages.formats.batch import Batch
 from bulk_pipeline.stages.partitions import Slice, plan_partitions
 from bulk_pipeline.stages.sources import FilesReader, HuggingFaceReader
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.part_writer import PartWriter
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import OUR_COLUMNS, RAW_DATASET, ROW_ERROR_FIELD, ROW_FIELDS
+from bulk_pipeline.storage.store import Store
 
 HASH_BYTES = 16
 BUCKET_ROWS = 1_000_000  # rows whose hashes are sorted at once

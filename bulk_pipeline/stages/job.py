@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import PartitionWriter
 from bulk_pipeline.stages.journal import Journal, given_up, suspects
 from bulk_pipeline.stages.sampling_changes import stored_changes
 from bulk_pipeline.stages.stored import (
@@ -28,6 +25,9 @@ from bulk_pipeline.stages.stored import (
     slices_of,
 )
 from bulk_pipeline.stages.wanted import WantedRequests
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import PartitionWriter
 
 
 class Job:

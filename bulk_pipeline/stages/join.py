@@ -9,9 +9,6 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, ROW_ERROR_FIELD
 from bulk_pipeline.spec import BulkInferenceSpec, GeneratorSettings
 from bulk_pipeline.stages.answers import Answers, answer_settings
 from bulk_pipeline.stages.best_of import COLUMNS as BEST_OF
@@ -20,7 +17,10 @@ from bulk_pipeline.stages.exporters import EXPORTERS, Write, file_name, token_by
 from bulk_pipeline.stages.row_sampling import sampling_inputs
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, ROW_ERROR_FIELD
+from bulk_pipeline.storage.store import Store
 
 PREVIEW_ROWS = 5
 

@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import IO
 
-from bulk_pipeline.atomic_files import disk_errors
-from bulk_pipeline.faults import fault_point
-from bulk_pipeline.partition import Partition
+from bulk_pipeline.storage.atomic_files import disk_errors
+from bulk_pipeline.storage.faults import fault_point
+from bulk_pipeline.storage.partition import Partition
 
 JOURNAL = "in_flight.journal"
 ISOLATE_AFTER = 2  # failures, a request runs alone

@@ -15,7 +15,6 @@ from typing import Any
 
 from fsspec.core import has_magic
 
-from bulk_pipeline.objects import ChangedError, ObjectStorage
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.sources import (
     FilesReader,
@@ -24,7 +23,8 @@ from bulk_pipeline.stages.sources import (
     file_system,
     split_name,
 )
-from bulk_pipeline.store import Store, check_partition_key
+from bulk_pipeline.storage.objects import ChangedError, ObjectStorage
+from bulk_pipeline.storage.store import Store, check_partition_key
 
 PARTITIONS_FILE = "partitions.json"
 TRIES = 5  # at giving keys while other machines do

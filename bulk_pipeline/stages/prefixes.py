@@ -5,8 +5,8 @@ from array import array
 
 import numpy as np
 
-from bulk_pipeline.partition import Partition
 from bulk_pipeline.spec import PAGE_TOKENS
+from bulk_pipeline.storage.partition import Partition
 
 READ_ROWS = 4096
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bulk_pipeline.atomic_files import TEMPORARY
 from bulk_pipeline.engine.request import Completion
-from bulk_pipeline.partition import Partition
+from bulk_pipeline.storage.atomic_files import TEMPORARY
+from bulk_pipeline.storage.partition import Partition
 
 PROGRESS_FILE = "progress.json"
 REMOTE_SECONDS = 30.0  # between two writes to object storage

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import READY
-from bulk_pipeline.schemas import PROMPTS_SCHEMA, SAMPLING_TYPE
 from bulk_pipeline.stages.row_sampling import RowSampling
 from bulk_pipeline.stages.turns import Chat
+from bulk_pipeline.storage.schemas import PROMPTS_SCHEMA, SAMPLING_TYPE
 
 
 @dataclass(slots=True)

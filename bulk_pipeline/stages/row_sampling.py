@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from bulk_pipeline.engine.request import Status
 from bulk_pipeline.sampling_spec import SamplingSpec, StructuredOutputSpec
-from bulk_pipeline.schemas import SAMPLING_TYPE
 from bulk_pipeline.spec import ReasoningSpec
 from bulk_pipeline.stages.structured import check_structured, to_engine
 from bulk_pipeline.stages.turns import BadRow, RawColumns
+from bulk_pipeline.storage.schemas import SAMPLING_TYPE
 
 MAX_HELD = 4096  # different settings held at once; more are made again
 # Settings that earlier versions did not have.

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bulk_pipeline.manifest import Manifest
 from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec, change_sampling
+from bulk_pipeline.storage.manifest import Manifest
 
 CHANGES = "sampling_changes"  # in the meta of the prompts' manifest: value by name
 

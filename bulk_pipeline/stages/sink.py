@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Completion
-from bulk_pipeline.manifest import Part
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import COMPLETIONS_SCHEMA
 from bulk_pipeline.spec import OutputSpec
 from bulk_pipeline.stages.progress import Progress, ProgressFile, tell_watchers
 from bulk_pipeline.stages.wanted import WantedRequest
+from bulk_pipeline.storage.manifest import Part
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
 
 PROGRESS_SECONDS = 5.0  # between two reports and two writes of the progress file
 WATCH_SECONDS = 0.5  # between two looks of those who watch within the process

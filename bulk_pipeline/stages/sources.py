@@ -16,13 +16,13 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from bulk_pipeline.objects import ObjectStorage, is_object_url
 from bulk_pipeline.spec import FilesSource, HuggingFaceSource
 from bulk_pipeline.stages.formats.batch import BATCH_ROWS, Batch
 from bulk_pipeline.stages.formats.json import json_lines, read_json, read_jsonl
 from bulk_pipeline.stages.formats.openai_batch import find_batch, read_openai_batch
 from bulk_pipeline.stages.formats.parquet import arrow_batch, parquet_file, read_parquet
 from bulk_pipeline.stages.formats.text import read_delimited, read_text, text_lines
+from bulk_pipeline.storage.objects import ObjectStorage, is_object_url
 
 READ_BYTES = 1 << 20
 

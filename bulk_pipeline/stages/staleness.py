@@ -13,8 +13,6 @@ from bulk_pipeline.engine.model_files import (
     model_fingerprint,
     tokenizer_hash,
 )
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource, GeneratorSettings
 from bulk_pipeline.stages.answers import answer_settings
 from bulk_pipeline.stages.chat_template import chat_template_text
@@ -23,7 +21,9 @@ from bulk_pipeline.stages.ingest import source_settings
 from bulk_pipeline.stages.partitions import Slice, plan_partitions
 from bulk_pipeline.stages.sampling_changes import stored_changes, with_changes
 from bulk_pipeline.stages.sources import SourceFile, content_hash, file_system
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
+from bulk_pipeline.storage.store import Store
 
 HASHES_FILE = "source_hashes.json"  # of files whose time changed; saves reading them twice
 MAX_HASH_BYTES = 1 << 30  # a larger file counts as changed by its time; reading it takes minutes

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Status, serves
-from bulk_pipeline.manifest import Manifest, Part
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA
 from bulk_pipeline.stages.wanted import WantedRequests, answers_hash, key_halves, row_hashes
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest, Part
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import COMPLETIONS, COMPLETIONS_SCHEMA
+from bulk_pipeline.storage.store import Store
 
 MAX_ATTEMPTS = 3  # an error is unfinished work until it has failed this often
 READ_ROWS = 8192

@@ -16,8 +16,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bulk_pipeline.engine.request import Status
-from bulk_pipeline.schemas import ROW_ERROR_FIELD, ROW_FIELDS
 from bulk_pipeline.spec import PromptSpec
+from bulk_pipeline.storage.schemas import ROW_ERROR_FIELD, ROW_FIELDS
 
 MAX_TEMPLATE_CHARS = 1_000_000  # of what a template adds or gives; more is a mistake or an attack
 MAX_EXPONENT = 1000

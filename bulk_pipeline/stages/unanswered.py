@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from bulk_pipeline.manifest import Part
 from bulk_pipeline.stages.dealing import deal, in_order
 from bulk_pipeline.stages.generator_protocol import AnswerIds
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.stored import StoredAnswers
 from bulk_pipeline.stages.wanted import WantedRequest, requests_at
+from bulk_pipeline.storage.manifest import Part
 
 
 class UnansweredRequests:

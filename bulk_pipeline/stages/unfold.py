@@ -10,8 +10,8 @@ from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from bulk_pipeline.schemas import PARSED_FIELD
 from bulk_pipeline.stages.columns import escape_bad_text, to_json
+from bulk_pipeline.storage.schemas import PARSED_FIELD
 
 TYPES = {
     "string": pa.string(),

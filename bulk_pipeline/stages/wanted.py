@@ -22,7 +22,7 @@ from bulk_pipeline.engine.request import (
     ThinkingBudget,
     request_seed,
 )
-from bulk_pipeline.partition import Partition
+from bulk_pipeline.storage.partition import Partition
 
 BATCH_ROWS = 4096
 KEY_BYTES = 16

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import Completion, Request, Status
-from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT
 from bulk_pipeline.spec import ReasoningSpec, load_spec
 from bulk_pipeline.stages.best_of import keep_best
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.reasoning import is_reasoning_open, split_reasoning
 from bulk_pipeline.stages.unfold import Unfolder
+from bulk_pipeline.storage.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import Completion, Status
-from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.stages import dealing as dealing_module
 from bulk_pipeline.stages import stored as stored_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
+from bulk_pipeline.storage.schemas import COMPLETIONS
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from bulk_pipeline.engine.request import Completion, Request, Status
 from bulk_pipeline.engine.tokenizer import load_tokenizer
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS
 from bulk_pipeline.spec import PromptSpec, load_spec
 from bulk_pipeline.stages.chat_template import chat_template_text
 from bulk_pipeline.stages.complete import complete_partition
@@ -22,7 +21,8 @@ from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.journal import JOURNAL
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

@@ -8,13 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.schemas import PROMPTS, PROMPTS_SCHEMA, RAW_DATASET, ROW_ERROR_FIELD, ROW_FIELDS
 from bulk_pipeline.spec import FAMILIES, BulkInferenceSpec, load_spec
 from bulk_pipeline.stages import format as format_module
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.stage_report import StageReport
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.schemas import (
+    PROMPTS,
+    PROMPTS_SCHEMA,
+    RAW_DATASET,
+    ROW_ERROR_FIELD,
+    ROW_FIELDS,
+)
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.toy import (
     BOS_ID,
     CHAT_TEMPLATE,

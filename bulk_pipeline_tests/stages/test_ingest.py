@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.schemas import OUR_COLUMNS, RAW_DATASET
 from bulk_pipeline.stages import ingest
 from bulk_pipeline.stages.formats import batch as batches
 from bulk_pipeline.stages.ingest import id_columns, ingest_partition, number_occurrences
 from bulk_pipeline.stages.stage_report import StageReport
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.schemas import OUR_COLUMNS, RAW_DATASET
 from bulk_pipeline_tests.factories import make_spec, make_store, read_rows
 
 OURS = ("row_id", "row_index", "row_error")

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 
 from bulk_pipeline import scan_table
-from bulk_pipeline.schemas import OUTPUT
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.join import join_partition, preview
+from bulk_pipeline.storage.schemas import OUTPUT
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

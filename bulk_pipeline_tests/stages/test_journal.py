@@ -4,11 +4,11 @@ import uuid
 
 import pytest
 
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.stages import journal as journal_module
 from bulk_pipeline.stages.journal import JOURNAL, Journal
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import COMPLETIONS
+from bulk_pipeline.storage.store import Store
 
 A, B, C = ("a" * 32, "b" * 32, "c" * 32)
 

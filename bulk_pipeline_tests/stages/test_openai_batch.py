@@ -14,7 +14,6 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import TypeAdapter
 
-from bulk_pipeline.schemas import RAW_DATASET
 from bulk_pipeline.spec import FilesSource
 from bulk_pipeline.stages.exporters import EXPORTERS
 from bulk_pipeline.stages.formats.openai_batch import (
@@ -28,6 +27,7 @@ from bulk_pipeline.stages.formats.openai_batch import (
 )
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.sources import FilesReader, SourceFile
+from bulk_pipeline.storage.schemas import RAW_DATASET
 from bulk_pipeline_tests.factories import KEY, make_spec, make_store, read_rows
 
 CHAT_REQUEST = TypeAdapter(chat_create_params.CompletionCreateParamsNonStreaming)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bulk_pipeline.schemas import RAW_DATASET
 from bulk_pipeline.stages import sources
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.partitions import (
@@ -23,7 +22,8 @@ from bulk_pipeline.stages.partitions import (
     list_files,
     plan_partitions,
 )
-from bulk_pipeline.store import check_partition_key
+from bulk_pipeline.storage.schemas import RAW_DATASET
+from bulk_pipeline.storage.store import check_partition_key
 from bulk_pipeline_tests.factories import make_spec, make_store, read_rows
 
 
@@ -283,7 +283,7 @@ import sys
 from pathlib import Path
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.partitions import plan_partitions
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 spec = load_spec({{"name": "d", "source": {{"path": {f"{tmp_path}/in"!r}}},
     "prompt": {{"column": "text"}}, "generator": {{"model": "m"}}}})
 assert list(plan_partitions(spec, Store({str(tmp_path)!r}, "d"))) == ["all"]

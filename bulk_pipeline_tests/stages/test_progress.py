@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from bulk_pipeline.progress_view import progress_numbers
-from bulk_pipeline.schemas import COMPLETIONS
 from bulk_pipeline.stages import sink as sink_module
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.progress import (
@@ -21,6 +20,7 @@ from bulk_pipeline.stages.progress import (
     seconds_left,
     watching,
 )
+from bulk_pipeline.storage.schemas import COMPLETIONS
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,

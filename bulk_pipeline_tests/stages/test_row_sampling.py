@@ -17,11 +17,11 @@ from bulk_pipeline.engine.request import (
     request_key,
 )
 from bulk_pipeline.sampling_spec import SamplingSpec
-from bulk_pipeline.schemas import PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.ingest import id_columns, ingest_partition
 from bulk_pipeline.stages.row_sampling import sampling_inputs
 from bulk_pipeline.stages.wanted import requests_at
+from bulk_pipeline.storage.schemas import PROMPTS, RAW_DATASET
 from bulk_pipeline_tests.factories import KEY, make_spec, make_store
 from bulk_pipeline_tests.stages.test_format import Stage, render
 from bulk_pipeline_tests.toy import EOS_ID, PAD_ID, TURN_END_ID

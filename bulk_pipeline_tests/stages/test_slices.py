@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bulk_pipeline.engine.loading import load_generator
-from bulk_pipeline.schemas import COMPLETIONS, SLICES
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages.complete import begin_slices, complete_partition, complete_slice
 from bulk_pipeline.stages.format import format_partition
@@ -19,7 +18,8 @@ from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.status import RUNNING, STOPPED, read_status
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.schemas import COMPLETIONS, SLICES
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import (
     KEY,
     EchoGenerator,
@@ -39,7 +39,7 @@ import torch
 from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.complete import complete_slice
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 
 torch.set_num_threads(1)
 spec = load_spec(json.loads(sys.argv[1]))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from bulk_pipeline.engine.loading import settings_fingerprint
-from bulk_pipeline.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline.spec import BulkInferenceSpec, load_spec
 from bulk_pipeline.stages import staleness
 from bulk_pipeline.stages.complete import complete_partition
@@ -21,6 +20,7 @@ from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.partitions import plan_partitions
 from bulk_pipeline.stages.staleness import find_missing_or_stale, find_removed
+from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET
 from bulk_pipeline_tests.factories import EchoGenerator, make_spec, make_store
 
 
@@ -260,7 +260,7 @@ def test_judging_imports_no_torch(spec: BulkInferenceSpec) -> None:
 import sys
 from bulk_pipeline.spec import load_spec
 from bulk_pipeline.stages.staleness import find_missing_or_stale
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 spec = load_spec({spec.model_dump(exclude_unset=True)!r})
 print(find_missing_or_stale(spec, Store(spec.output.root, spec.name)),
       [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules])

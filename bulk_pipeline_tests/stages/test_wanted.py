@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import SamplingParams, request_key
-from bulk_pipeline.schemas import PROMPTS, PROMPTS_SCHEMA, SAMPLING_TYPE
 from bulk_pipeline.spec import SamplingSpec
 from bulk_pipeline.stages.row_sampling import resolve_sampling
 from bulk_pipeline.stages.wanted import requests_at
+from bulk_pipeline.storage.schemas import PROMPTS, PROMPTS_SCHEMA, SAMPLING_TYPE
 from bulk_pipeline_tests.factories import KEY, make_prompt, make_spec, make_store, write_prompts
 
 EARLIER_TYPE = pa.struct(list(SAMPLING_TYPE)[:9])

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import request_seed
-from bulk_pipeline.schemas import OUTPUT
 from bulk_pipeline.stages.complete import complete_partition
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.join import join_partition
 from bulk_pipeline.stages.partitions import plan_partitions
+from bulk_pipeline.storage.schemas import OUTPUT
 from bulk_pipeline_tests.factories import EchoGenerator, make_spec, make_store, read_rows
 
 TEXTS = ["one", "two words", "drei Wörter hier", "四", "", "   ", None]

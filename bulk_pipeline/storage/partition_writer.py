@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bulk_pipeline.atomic_files import TEMPORARY, disk_errors
-from bulk_pipeline.faults import fault_point
-from bulk_pipeline.manifest import (
+from bulk_pipeline.storage.atomic_files import TEMPORARY, disk_errors
+from bulk_pipeline.storage.faults import fault_point
+from bulk_pipeline.storage.manifest import (
     MANIFEST,
     DamagedManifestError,
     Manifest,
@@ -30,11 +30,11 @@ from bulk_pipeline.manifest import (
     Writer,
     parse_manifest,
 )
-from bulk_pipeline.objects import ChangedError, StorageError, Version
-from bulk_pipeline.part_writer import PartWriter, open_part
+from bulk_pipeline.storage.objects import ChangedError, StorageError, Version
+from bulk_pipeline.storage.part_writer import PartWriter, open_part
 
 if TYPE_CHECKING:  # it makes a writer
-    from bulk_pipeline.partition import Partition
+    from bulk_pipeline.storage.partition import Partition
 
 SET_ASIDE = "_set_aside"
 EPOCH = re.compile(rf"(?:part-|{re.escape(TEMPORARY)})(\d{{6,}})-[0-9a-f]{{32}}\.parquet")

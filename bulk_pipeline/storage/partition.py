@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bulk_pipeline.manifest import MANIFEST, Manifest, Part, parse_manifest
-from bulk_pipeline.merge import merge_parts
-from bulk_pipeline.objects import StorageError
-from bulk_pipeline.partition_writer import PartitionWriter, hold
-from bulk_pipeline.schemas import FIXED_SCHEMAS, SLICES, with_later_columns
+from bulk_pipeline.storage.manifest import MANIFEST, Manifest, Part, parse_manifest
+from bulk_pipeline.storage.merge import merge_parts
+from bulk_pipeline.storage.objects import StorageError
+from bulk_pipeline.storage.partition_writer import PartitionWriter, hold
+from bulk_pipeline.storage.schemas import FIXED_SCHEMAS, SLICES, with_later_columns
 
 if TYPE_CHECKING:  # it makes partitions
-    from bulk_pipeline.store import Store
+    from bulk_pipeline.storage.store import Store
 
 
 class Partition:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bulk_pipeline.faults import fault_point
-from bulk_pipeline.manifest import SCHEMA_VERSION, Part
+from bulk_pipeline.storage.faults import fault_point
+from bulk_pipeline.storage.manifest import SCHEMA_VERSION, Part
 
 ROW_GROUP_ROWS = 16_384  # what a reader holds at once, and 150 KB for each group of a file
 ROW_GROUP_BYTES = 64 << 20  # long rows come in smaller groups

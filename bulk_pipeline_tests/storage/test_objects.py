@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 
 from bulk_pipeline import scan_table
-from bulk_pipeline.objects import ChangedError, ObjectStorage, StorageError
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import PartitionWriter
-from bulk_pipeline.schemas import OUTPUT, RAW_DATASET
 from bulk_pipeline.spec import FilesSource
 from bulk_pipeline.stages.ingest import ingest_partition
 from bulk_pipeline.stages.partitions import list_files, plan_partitions
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.objects import ChangedError, ObjectStorage, StorageError
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import PartitionWriter
+from bulk_pipeline.storage.schemas import OUTPUT, RAW_DATASET
+from bulk_pipeline.storage.store import Store
 from bulk_pipeline_tests.factories import make_spec, read_rows
 from bulk_pipeline_tests.s3 import S3
 

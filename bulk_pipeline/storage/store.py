@@ -13,12 +13,12 @@ from typing import IO, Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from bulk_pipeline.atomic_files import new_file, new_object
-from bulk_pipeline.manifest import Manifest
-from bulk_pipeline.objects import SCHEMES, ObjectStorage, Version, is_object_url
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.partition_writer import SET_ASIDE
-from bulk_pipeline.schemas import COMPLETIONS, SLICES, TABLES
+from bulk_pipeline.storage.atomic_files import new_file, new_object
+from bulk_pipeline.storage.manifest import Manifest
+from bulk_pipeline.storage.objects import SCHEMES, ObjectStorage, Version, is_object_url
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.partition_writer import SET_ASIDE
+from bulk_pipeline.storage.schemas import COMPLETIONS, SLICES, TABLES
 
 READERS = 16  # requests to object storage at once, where many small files are read
 PARTITION_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,149}")

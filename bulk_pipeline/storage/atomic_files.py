@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from bulk_pipeline.faults import fault_point
-from bulk_pipeline.manifest import MANIFEST
-from bulk_pipeline.objects import ObjectStorage
+from bulk_pipeline.storage.faults import fault_point
+from bulk_pipeline.storage.manifest import MANIFEST
+from bulk_pipeline.storage.objects import ObjectStorage
 
 TEMPORARY = ".tmp-"  # starts the name of a file that no manifest will ever name
 

@@ -15,11 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bulk_pipeline import part_writer as part_writer_module
-from bulk_pipeline.manifest import SCHEMA_VERSION, Part
-from bulk_pipeline.partition import Partition
-from bulk_pipeline.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUR_COLUMNS, RAW_DATASET, TABLES
-from bulk_pipeline.store import Store, check_partition_key
+from bulk_pipeline.storage import part_writer as part_writer_module
+from bulk_pipeline.storage.manifest import SCHEMA_VERSION, Part
+from bulk_pipeline.storage.partition import Partition
+from bulk_pipeline.storage.schemas import (
+    COMPLETIONS,
+    COMPLETIONS_SCHEMA,
+    OUR_COLUMNS,
+    RAW_DATASET,
+    TABLES,
+)
+from bulk_pipeline.storage.store import Store, check_partition_key
 
 SCHEMA = pa.schema([("row_index", pa.int64()), ("text", pa.string())])
 SORTED_SCHEMA = pa.schema(
@@ -208,7 +214,7 @@ def test_killed_writer_leaves_no_trace(local: Partition) -> None:
     code = f"""
 import os, signal
 import pyarrow as pa
-from bulk_pipeline.store import Store
+from bulk_pipeline.storage.store import Store
 partition = Store({local.store.path.rpartition("/")[0]!r}, "data").partition("raw_dataset", "all")
 schema = pa.schema([("row_index", pa.int64()), ("text", pa.string())])
 with partition.writer() as writer:

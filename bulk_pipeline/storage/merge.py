@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bulk_pipeline.manifest import Part
+from bulk_pipeline.storage.manifest import Part
 
 
 def merge_parts(
