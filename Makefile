@@ -31,7 +31,7 @@ demo: ready  ## Run the sample dataset through the small model and show the answ
 	$(BIN)/bulk-pipeline show demo --rows 0
 
 test: ready  ## Run all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist load --maxschedchunk 1
 
 lint: $(VENV)/.installed  ## Check format, style and types
 	$(BIN)/ruff format --check .
