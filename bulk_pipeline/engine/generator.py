@@ -6,7 +6,7 @@ once, from all token ids of a completion.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Protocol
@@ -124,7 +124,7 @@ class BulkGenerator:
         requests: Iterable[Request],
         on_step: Callable[[], None] | None = None,
         go_on: Callable[[Completion], Iterable[Request]] | None = None,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Complete `requests`, read as they are needed; yield completions as they finish.
 
         `on_step` is called after each step of the model, also where nothing finished. `go_on` is

@@ -4,7 +4,8 @@ A failure of the model may concern any request that the engine has; what else it
 against none.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from bulk_pipeline.engine.request import Completion, Request, SamplingParams
@@ -21,8 +22,10 @@ class Generator(Protocol):
 
     def run(
         self, requests: Iterable[Request], on_step: Callable[[], None] | None = None
-    ) -> Iterator[Completion]:
+    ) -> abc.Generator[Completion, None, None]:
         """Yield one completion a request, in any order; call `on_step` after each step.
+
+        Closing it drops the requests that have none yet.
 
         Raises
         ------
@@ -40,7 +43,7 @@ class ChatGenerator(Generator, Protocol):
         requests: Iterable[Request],
         on_step: Callable[[], None] | None = None,
         go_on: Callable[[Completion], Iterable[Request]] | None = None,
-    ) -> Iterator[Completion]:
+    ) -> abc.Generator[Completion, None, None]:
         """Also complete the requests that `go_on` gives for a completion, before others."""
 
     def answer_ids(

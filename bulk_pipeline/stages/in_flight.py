@@ -7,6 +7,7 @@ fails, that counts against what is in flight then; a request that is so alone en
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any, cast
 
@@ -67,8 +68,9 @@ class InFlight:
         else:
             chats = cast(ChatGenerator, self._generator)
             completions = chats.run(requests(), on_step=self._sink.tick, go_on=self._go_on)
-        for completion in completions:
-            self._finish(completion)
+        with closing(completions):  # whatever holds the error, the engine is free afterwards
+            for completion in completions:
+                self._finish(completion)
 
     def _start(self, some: list[WantedRequest]) -> Iterator[Request]:
         if new := [request for request in some if request.key not in self._noted]:

@@ -1,13 +1,17 @@
+import errno
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bulk_pipeline.engine.loading import load_generator
 from bulk_pipeline.engine.request import Completion, Status
+from bulk_pipeline.spec import GeneratorSettings
 from bulk_pipeline.stages import dealing as dealing_module
 from bulk_pipeline.stages import stored as stored_module
 from bulk_pipeline.stages.complete import complete_partition
+from bulk_pipeline.stages.sink import PartSink
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.storage.schemas import COMPLETIONS
@@ -489,3 +493,26 @@ def test_many_pieces_are_merged_in_order(tmp_path, monkeypatch, order):
     write_prompts(store, [make_prompt(i) for i in range(101)])
     complete(spec, store, Reordering())
     assert texts(store) == [f"1 2 3 {i}" for i in range(101)]
+
+
+def test_the_engine_is_free_for_the_next_partition_after_a_disk_error(tmp_path, toy, monkeypatch):
+    """Also while somebody holds the error, and with it all that stood on the stack."""
+    values = {"model": str(toy), "device": "cpu", "max_batch_size": 2, "cache_tokens": 1024}
+    generator = load_generator(GeneratorSettings(**values))
+    spec = make_spec(tmp_path, output={"flush_rows": 2})
+    store = make_store(spec)
+    for key in ("first", "second"):
+        write_prompts(store, [make_prompt(i) for i in range(8)], key=key)
+    with monkeypatch.context() as patch:
+        patch.setattr(PartSink, "flush", full)
+        with pytest.raises(OSError, match="the disk is full") as held:
+            complete_partition(spec, store, "first", lambda: generator, "model")
+    complete_partition(spec, store, "second", lambda: generator, "model")
+    assert len(read_rows(store, COMPLETIONS, "second")) == 8
+    assert held.value.errno == errno.ENOSPC
+    generator.close()
+
+
+def full(sink: PartSink) -> None:
+    if sink._rows:
+        raise OSError(errno.ENOSPC, "the disk is full")
