@@ -54,6 +54,7 @@ directory_type = "project"
 
 [tool.dg.project]
 root_module = "{package}"
+code_location_name = "{package}.definitions"
 """
 DEFINITIONS = '''\
 """What Dagster loads: everything in the folder defs."""
@@ -78,6 +79,8 @@ concurrency:
 run_monitoring:
   enabled: true
   free_slots_after_run_end_seconds: 30
+telemetry:
+  enabled: false
 python_logs:
   managed_python_loggers: [bulk_pipeline]
   python_log_level: INFO

@@ -59,8 +59,6 @@ def project(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data" / "models").mkdir(parents=True)
     (tmp_path / "data" / "models" / "smollm2-135m-instruct").symlink_to(toy)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    with open(tmp_path / ".dagster_home" / "dagster.yaml", "a") as settings:
-        settings.write("telemetry: {enabled: false}\n")  # else it greets in the first output
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/.venv/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

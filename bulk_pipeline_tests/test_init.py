@@ -124,6 +124,7 @@ def test_a_new_project_loads_and_runs(here, toy, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     done = subprocess.run(["bash", "-euc", steps], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "telemetry" not in done.stdout + done.stderr
     assert scan_table("data/bulk", "tickets").collect()["question"].to_list() == [
         "What is 0?",
         "What is 1?",

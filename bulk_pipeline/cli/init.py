@@ -127,5 +127,6 @@ def _tell_next_steps(project: Project, name: str, path: Path, prompt: dict[str, 
         f"bulk-pipeline plan {name}",
         f"bulk-pipeline run {name}",
         f"bulk-pipeline show {name}",
+        f"# or in Dagster's UI: dagster dev -m {project.module}",
     ]
     click.echo("next:\n" + "\n".join(f"  {line}" for line in lines if line))
