@@ -15,6 +15,7 @@ from bulk_pipeline.assets import ALL, asset_key, asset_keys, open_store, partiti
 from bulk_pipeline.spec import BulkInferenceSpec, FilesSource
 from bulk_pipeline.storage.schemas import RAW_DATASET
 from bulk_pipeline.storage.store import Store
+from bulk_pipeline.wording import counted
 
 SYNC_TAG = "bulk_pipeline/sync_partitions"  # marks the jobs that `partitions sync` runs
 STATUS_TAG = "bulk_pipeline/partitions_status"  # marks those that `partitions status` runs
@@ -30,14 +31,58 @@ UNFINISHED = (
 MAX_SHOWN = 20  # names in a log line
 
 
-def sync_partitions(instance: dg.DagsterInstance, spec: BulkInferenceSpec) -> list[str]:
-    """Register the source's partitions with Dagster; returns the new keys, sorted.
+def sync_partitions(
+    instance: dg.DagsterInstance, spec: BulkInferenceSpec
+) -> tuple[list[str], list[str]]:
+    """Register the source's partitions with Dagster.
 
-    Keys whose files are gone stay registered: their results are still there.
+    Returns
+    -------
+    new
+        The keys that were registered, sorted.
+    gone
+        Registered keys whose source is gone, in Dagster's order. They stay registered, since
+        their results are still there, until `forget_partitions`.
     """
     from bulk_pipeline.stages.partitions import plan_partitions
 
-    return _register(instance, spec, plan_partitions(spec, open_store(spec)))
+    plan = plan_partitions(spec, open_store(spec))
+    new = _register(instance, spec, plan)
+    return new, [key for key in _registered(instance, spec) if key not in plan]
+
+
+def forget_partitions(
+    instance: dg.DagsterInstance, spec: BulkInferenceSpec, keys: Sequence[str]
+) -> None:
+    """Drop partitions whose source is gone from those that Dagster knows; nothing else changes.
+
+    Raises
+    ------
+    ValueError
+        If Dagster does not know one of the keys, or its source is still there.
+    """
+    from bulk_pipeline.stages.partitions import NoFilesError, plan_partitions
+
+    definition = partitions_definition(spec)
+    if not isinstance(definition, dg.DynamicPartitionsDefinition):
+        raise ValueError("partitions.by is none, so its one partition cannot be forgotten")
+    registered = _registered(instance, spec)
+    if unknown := [key for key in keys if key not in registered]:
+        raise ValueError(
+            f"Dagster knows no partition {listed(unknown)}; there are {listed(registered)}"
+        )
+    try:
+        plan = plan_partitions(spec, open_store(spec))
+    except NoFilesError:  # all of it is gone
+        plan = {}
+    if present := [key for key in keys if key in plan]:
+        raise ValueError(
+            f"{listed(present)} is still in the source, so the next sync would register it again; "
+            "remove its files first"
+        )
+    assert definition.name is not None
+    for key in keys:
+        instance.delete_dynamic_partition(definition.name, key)
 
 
 def _register(
@@ -112,8 +157,8 @@ def build_jobs(spec: BulkInferenceSpec, resource_key: str) -> tuple[list[dg.JobD
 
     @dg.op(name=f"{spec.name}_find_partitions")
     def find_partitions(context: dg.OpExecutionContext) -> list[str]:
-        new = sync_partitions(context.instance, spec)
-        context.log.info(f"{len(new)} new partitions: {listed(new)}")
+        new, _ = sync_partitions(context.instance, spec)
+        context.log.info(f"{counted(len(new), 'new partition')}: {listed(new)}")
         return new
 
     @dg.job(
@@ -298,11 +343,11 @@ def _report(news: SourceNews, has_schedule: bool) -> list[str]:
     """What a look at the source found, a line each."""
     lines = []
     if news.new:
-        lines.append(f"{len(news.new)} new partitions: {listed(news.new)}")
+        lines.append(f"{counted(len(news.new), 'new partition')}: {listed(news.new)}")
     if news.changed:
         remedy = "the schedule runs them" if has_schedule else "materialise them"
         changed = listed(f"{key} ({reason})" for key, reason in news.changed.items())
-        lines.append(f"{len(news.changed)} stale partitions, {remedy}: {changed}")
+        lines.append(f"{counted(len(news.changed), 'stale partition')}, {remedy}: {changed}")
     if news.removed:
         lines.append(f"{len(news.removed)} files are gone, results stay: {listed(news.removed)}")
     if news.unsettled:

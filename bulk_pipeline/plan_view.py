@@ -8,6 +8,7 @@ from bulk_pipeline.lengths import Lengths
 from bulk_pipeline.plan import PartitionPlan, Plan
 from bulk_pipeline.spec import PAGE_TOKENS
 from bulk_pipeline.stages.sampling_changes import describe
+from bulk_pipeline.wording import counted
 
 BAR_WIDTH = 40  # characters of the histogram's longest bar
 MAX_PARTITIONS = 30  # in a text; the rest are added up
@@ -88,7 +89,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 def to_text(plan: Plan, max_bad_rows: int | None = MAX_BAD_ROWS) -> str:
     """The plan for a terminal."""
     blocks = [
-        f"{plan.dataset}: {len(plan.partitions)} partitions, {plan.total('rows')} rows, "
+        f"{plan.dataset}: {counted(len(plan.partitions), 'partition')}, {plan.total('rows')} rows, "
         f"{plan.total('requests')} requests, {plan.estimate.requests} to run",
         _partition_table(plan),
         _histogram(plan.lengths),

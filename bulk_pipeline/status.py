@@ -1,5 +1,6 @@
 """How far a dataset's partitions are, from what is on disk: for another shell than the run's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from bulk_pipeline.storage.partition import Partition
 from bulk_pipeline.storage.partition_writer import SET_ASIDE
 from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, SLICES, TABLES
 from bulk_pipeline.storage.store import Store
+from bulk_pipeline.wording import counted
 
 FINISHED, RUNNING, STOPPED, WAITING = "finished", "running", "stopped", "unfinished"
 STATES = (RUNNING, STOPPED, WAITING, FINISHED)
@@ -88,17 +90,21 @@ class PartitionStatus:
         )
 
 
-def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[PartitionStatus]:
+def read_status(
+    store: Store, sampling: SamplingSpec | None = None, until: str = OUTPUT
+) -> list[PartitionStatus]:
     """How far each partition is that was begun, by key.
 
     Parameters
     ----------
     sampling
         The dataset's; without it, no partition's sampling is compared with it.
+    until
+        The last table that counts: a partition is finished once it and those before it are.
     """
     keys = sorted({key for table in TABLES for key in store.partition_keys(table)})
     sliced = set(store.partition_keys(SLICES))
-    found = store.read_many(lambda key: _status(store, key, key in sliced), keys)
+    found = store.read_many(lambda key: _status(store, key, key in sliced, until), keys)
     if sampling is None:
         return found
     prompts = (store.partition(PROMPTS, key) for key in keys)
@@ -110,8 +116,10 @@ def read_status(store: Store, sampling: SamplingSpec | None = None) -> list[Part
     ]
 
 
-def _status(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
-    status = _how_far(store, key, is_sliced)
+def _status(store: Store, key: str, is_sliced: bool, until: str) -> PartitionStatus:
+    tables = TABLES[: TABLES.index(until) + 1]
+    answering = _answering(store, key, is_sliced) if COMPLETIONS in tables else None
+    status = answering or _first_incomplete(store, key, tables)
     if status.state != STOPPED or status.table != COMPLETIONS:
         return status
     stopped = [store.partition(COMPLETIONS, key), *(store.slices(key) if is_sliced else [])]
@@ -120,7 +128,8 @@ def _status(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
     )
 
 
-def _how_far(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
+def _answering(store: Store, key: str, is_sliced: bool) -> PartitionStatus | None:
+    """How far the completions are, where a run works on them or left them unfinished."""
     progress = read_progress(store.partition(COMPLETIONS, key))
     if progress is None and is_sliced:
         records = [record for each in store.slices(key) if (record := read_progress(each))]
@@ -130,7 +139,12 @@ def _how_far(store: Store, key: str, is_sliced: bool) -> PartitionStatus:
     if progress is not None:
         state = RUNNING if is_alive(progress) else STOPPED
         return PartitionStatus(key, state, COMPLETIONS, progress)
-    for table in TABLES:
+    return None
+
+
+def _first_incomplete(store: Store, key: str, tables: Sequence[str]) -> PartitionStatus:
+    """How far a partition is by what its tables' manifests say."""
+    for table in tables:
         manifest = store.partition(table, key).sound_manifest()
         if manifest is None or not manifest.complete:
             return PartitionStatus(key, _unfinished_state(manifest), table)
@@ -146,11 +160,16 @@ def _unfinished_state(manifest: Manifest | None) -> str:
     return RUNNING if is_alive(record) else STOPPED
 
 
-def to_text(dataset: str, statuses: list[PartitionStatus]) -> str:
-    """A line of counts, and one for each partition that is not finished."""
+def to_text(dataset: str, statuses: list[PartitionStatus], until: str = OUTPUT) -> str:
+    """A line of counts, and one for each partition that is not finished.
+
+    `until` is the last table that counted for the statuses.
+    """
     counts = {state: sum(each.state == state for each in statuses) for state in STATES}
     listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    head = f"{dataset}: {len(statuses)} partitions{f': {listed}' if listed else ''}"
+    what = "" if until == OUTPUT else f" up to {until}"
+    count = counted(len(statuses), "partition")
+    head = f"{dataset}: {count}{what}{f': {listed}' if listed else ''}"
     rows = [_row(each) for each in statuses if each.state != FINISHED]
     table = [text_table(("partition", "state", "at", "how far", ""), rows)] if rows else []
     changed = [

@@ -90,6 +90,76 @@ def test_run_with_nothing_in_the_source_is_one_line(project):
     assert len(output.splitlines()) == 1
 
 
+UNTIL_ROWS = ("run", "--until", "raw_dataset")
+
+
+def test_run_leaves_out_what_is_gone_from_the_source_and_names_it(project):
+    for key in ("alpha", "middle"):
+        (project.folder / "rows" / f"{key}.jsonl").write_text('{"text": "new"}')
+    assert project.call(*UNTIL_ROWS, "data")[0] == 0
+    for key in ("first", "middle"):
+        (project.folder / "rows" / f"{key}.jsonl").unlink()
+    code, output = project.call(*UNTIL_ROWS, "data")
+    assert code == 0, output
+    assert output.splitlines()[0] == (
+        "data: 2 partitions left out, source gone, results stay: first, middle; "
+        "bulk-pipeline partitions forget data KEY... drops them"
+    )
+    assert output.splitlines()[-1] == "data: 2 partitions up to raw_dataset: 2 finished"
+    assert scan_table(project.root, "data", "raw_dataset").collect().height == 8
+    code, output = project.call(*UNTIL_ROWS, "--partition", "first", "data")
+    assert code == 1
+    assert "partition 'first' is not in the source of data, which has 2 partitions" in output
+
+
+def forget(project, *keys: str) -> tuple[int, str]:
+    return project.call("partitions", "forget", "data", *keys)
+
+
+def test_partitions_whose_source_is_gone_can_be_forgotten_and_come_back(project):
+    project.call(*UNTIL_ROWS, "data")
+    file = project.folder / "rows" / "first.jsonl"
+    rows = file.read_text()
+    file.unlink()
+    assert forget(project, "first") == (
+        0,
+        "data: 1 partition forgotten: first\n"
+        f"  first: its tables stay: {project.root}/data/*/first (raw_dataset)\n",
+    )
+    assert scan_table(project.root, "data", "raw_dataset").collect().height == 6
+    code, output = project.call(*UNTIL_ROWS, "data")
+    assert (code, "left out" in output) == (0, False)
+    file.write_text(rows)
+    assert "data: 1 new partition: first\n" in project.call(*UNTIL_ROWS, "data")[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["first", "second"],
+            "second is still in the source, so the next sync would register it again; remove its "
+            "files first",
+        ),
+        (["first", "nope"], "Dagster knows no partition nope; there are first, second"),
+    ],
+)
+def test_forget_refuses_as_a_whole(project, keys, message):
+    project.call("partitions", "sync", "data")
+    (project.folder / "rows" / "first.jsonl").unlink()
+    assert forget(project, *keys) == (2, f"Error: data: {message}\n")
+    assert "1 partition left out" in project.call(*UNTIL_ROWS, "data")[1]
+
+
+def test_all_may_be_forgotten_once_the_source_is_empty(project):
+    project.call("partitions", "sync", "data")
+    for path in (project.folder / "rows").iterdir():
+        path.unlink()
+    assert forget(project, "first", "second") == (
+        0, "data: 2 partitions forgotten: first, second\n",
+    )  # fmt: skip
+
+
 def test_run_redoes_what_is_asked_for(project):
     project.call("partitions", "sync", "data")
     project.call("run", "data")
@@ -113,6 +183,14 @@ def test_run_redoes_what_is_asked_for(project):
         ),
         (["run", "other"], 2, "no dataset other in "),
         (["run", "--redo", "all", "--until", "prompts", "data"], 2, "--redo needs completions"),
+        (
+            ["run", "--redo", "stopp", "data"],
+            2,
+            "--redo must be none, all or statuses out of empty, error, invalid, length, loop, stop,"
+            " too_long, got stopp",
+        ),
+        (["run", "--redo", "length,stopp", "data"], 2, "too_long, got stopp"),
+        (["run", "--redo", "", "data"], 2, "too_long, got ''"),
         (["plan", "other"], 2, "no dataset other in "),
         (["plan", "--partition", "nope", "data"], 2, "has no nope; there are first, second"),
         (["plan", "--picture", "p.jpg", "data"], 2, "--picture must end in .png or .svg"),
@@ -143,7 +221,7 @@ def test_a_run_that_fails_ends_with_the_reason(project):
     lines = output.strip().splitlines()
     assert lines[-1].startswith("Error: data: the run over first failed: 1 of 1 partitions failed")
     assert "prompt.column: the source has no column 'text'" in lines[-1]
-    assert "data: 1 partitions: 1 stopped" in lines
+    assert "data: 1 partition: 1 stopped" in lines
 
 
 def test_a_run_that_waits_for_the_gpu_says_for_whom(project, monkeypatch):
@@ -219,7 +297,11 @@ def test_plan_before_and_after_a_run(project):
 
 def test_a_run_may_end_at_the_prompts_for_the_plan_to_count(project):
     project.call("partitions", "sync", "data")
-    assert project.call("run", "--until", "prompts", "data")[0] == 0
+    code, text = project.call("run", "--until", "prompts", "data")
+    assert code == 0
+    assert text.splitlines()[-1] == "data: 2 partitions up to prompts: 2 finished"
+    _, text = project.call("status", "data")
+    assert text.startswith("data: 2 partitions: 2 unfinished\n")
     _, text = project.call("plan", "--json", "data")
     plan = json.loads(text)
     assert (plan["to_run"], plan["answered"]) == (6, 0)

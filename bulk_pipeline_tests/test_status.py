@@ -98,7 +98,7 @@ def test_a_partition_from_its_prompts_to_its_end(spec, store):
     join_partition(spec, store, KEY)
     (found,) = read_status(store)
     assert (found.state, found.table) == ("finished", None)
-    assert to_text("data", [found]) == "data: 1 partitions: 1 finished"
+    assert to_text("data", [found]) == "data: 1 partition: 1 finished"
 
 
 def test_a_running_partition_tells_rate_and_rest(store):
@@ -138,7 +138,7 @@ def test_status_on_the_command_line(module, tmp_path, monkeypatch):
     put_progress(store, requests=25, done=10, **numbers)
     result = CliRunner().invoke(main, ["status", "-m", module])
     assert result.exit_code == 0
-    assert "data: 1 partitions: 1 running" in result.output
+    assert "data: 1 partition: 1 running" in result.output
     result = CliRunner().invoke(main, ["status", "-m", module, "--json", "data"])
     (found,) = json.loads(result.output)["data"]
     assert (found["state"], found["seconds_left"]) == ("running", 12.0)
@@ -241,7 +241,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_shows_lines(module, tmp_path):
     assert code == 0, shown
     assert "6/6" in shown
     assert "\x1b[" in shown
-    assert "data: 1 partitions: 1 finished" in shown
+    assert "data: 1 partition: 1 finished" in shown
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0

@@ -5,18 +5,21 @@ from collections.abc import Sequence
 import click
 import dagster as dg
 
-from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG
-from bulk_pipeline.cli.datasets import check_names, tagged_jobs
-from bulk_pipeline.cli.loading import load_definitions
+from bulk_pipeline.assets import open_store
+from bulk_pipeline.automation import STATUS_TAG, SYNC_TAG, forget_partitions, listed
+from bulk_pipeline.cli.datasets import check_names, find_specs, tagged_jobs
+from bulk_pipeline.cli.loading import WrongUseError, load_definitions
 from bulk_pipeline.cli.options import json_option, module_option, need_home, to_json
 from bulk_pipeline.gpu_pool import GPU_POOL, release_dead_runs
+from bulk_pipeline.storage.schemas import SLICES, TABLES
+from bulk_pipeline.wording import counted
 
 QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 
 
 @click.group()
 def partitions() -> None:
-    """Register partitions, and tell their state."""
+    """Register partitions, tell their state, and forget those whose source is gone."""
 
 
 @partitions.command()
@@ -39,7 +42,8 @@ def sync(module: str, datasets: Sequence[str]) -> None:
                 problems.append(f"{name}: {error}")
                 continue
             new = result.output_for_node(f"{name}_find_partitions")
-            click.echo(f"{name}: {len(new)} new partitions{': ' if new else ''}{', '.join(new)}")
+            count = counted(len(new), "new partition")
+            click.echo(f"{name}: {count}{': ' if new else ''}{', '.join(new)}")
     if problems:
         raise click.ClickException("\n".join(problems))
     if loaded.bad and not datasets:
@@ -64,10 +68,38 @@ def partitions_status(module: str, as_json: bool, datasets: Sequence[str]) -> No
         if as_json:
             continue
         reasons = state["reasons"]
-        click.echo(f"{name}: {len(state['keys'])} partitions, {len(reasons)} missing or stale")
+        click.echo(
+            f"{name}: {counted(len(state['keys']), 'partition')}, {len(reasons)} missing or stale"
+        )
         for key, reason in reasons.items():
             click.echo(f"  {key}: {reason}")
         for key in state["removed"]:
             click.echo(f"  {key}: its source is gone, its results stay")
     if as_json:
         click.echo(to_json(states))
+
+
+@partitions.command()
+@module_option
+@click.argument("dataset")
+@click.argument("keys", nargs=-1, required=True)
+def forget(module: str, dataset: str, keys: Sequence[str]) -> None:
+    """Drop partitions whose source is gone from those that Dagster knows.
+
+    Their tables stay on disk, and are read as before. A file that comes back gets its key, and
+    with it its tables, back at the next sync.
+    """
+    need_home("there are no partitions to forget")
+    spec = find_specs(module, [dataset])[dataset]
+    keys = list(dict.fromkeys(keys))
+    with dg.DagsterInstance.get() as instance:
+        try:
+            forget_partitions(instance, spec, keys)
+        except ValueError as error:
+            raise WrongUseError(f"{dataset}: {error}") from None
+    store = open_store(spec)
+    click.echo(f"{dataset}: {counted(len(keys), 'partition')} forgotten: {listed(keys)}")
+    stored = {table: store.partition_keys(table) for table in (*TABLES, SLICES)}
+    for key in keys:
+        if tables := [table for table in stored if key in stored[table]]:
+            click.echo(f"  {key}: its tables stay: {store.path}/*/{key} ({', '.join(tables)})")

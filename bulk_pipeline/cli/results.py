@@ -23,6 +23,7 @@ from bulk_pipeline.cli.options import (
 from bulk_pipeline.export import FORMATS, export_output, open_new
 from bulk_pipeline.storage.schemas import COMPLETIONS, COMPLETIONS_SCHEMA, OUTPUT, ROW_FIELDS
 from bulk_pipeline.tables import finished_partitions, scan_table
+from bulk_pipeline.wording import counted
 
 SHOWN = ("status", "completion_tokens", "completion")
 
@@ -123,7 +124,7 @@ def export(
         raise WrongUseError(f"--out: {error}") from None
     except (ValueError, OSError) as error:
         raise click.ClickException(f"{dataset}: {error}") from None
-    click.echo(f"{rows} rows of {len(wanted)} partitions: {out}", err=True)
+    click.echo(f"{counted(rows, 'row')} of {counted(len(wanted), 'partition')}: {out}", err=True)
 
 
 @click.command()

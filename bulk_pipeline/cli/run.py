@@ -15,7 +15,7 @@ import click
 import dagster as dg
 import yaml
 
-from bulk_pipeline.assets import asset_keys, open_store
+from bulk_pipeline.assets import asset_keys, open_store, redo_names
 from bulk_pipeline.automation import RANGE_TAGS, contiguous_ranges, listed, sync_partitions
 from bulk_pipeline.cli.datasets import check_names, find_specs, specs_in
 from bulk_pipeline.cli.loading import WrongUseError, load_definitions
@@ -31,6 +31,7 @@ from bulk_pipeline.progress_view import progress_bar
 from bulk_pipeline.spec import BulkInferenceSpec, SamplingSpec, change_sampling
 from bulk_pipeline.status import RUNNING, STOPPED, read_status, set_aside_text, to_text
 from bulk_pipeline.storage.schemas import COMPLETIONS, OUTPUT, PROMPTS, RAW_DATASET, TABLES
+from bulk_pipeline.wording import counted
 
 CONSOLE: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "INFO"}}}}
 WARNINGS: dict[str, Any] = {"loggers": {"console": {"config": {"log_level": "WARNING"}}}}
@@ -73,11 +74,13 @@ def run(
     """Run a dataset in this process.
 
     Its four assets over all its partitions, those that are new in the source too, or over those
-    named. With --redo stored completions are made anew: all, or those of some statuses. With
-    --set the partitions' sampling differs from the settings, in every later run too, until
-    --reset-sampling brings the answers of before back. On a terminal a bar shows how far it is;
-    elsewhere lines do. The exit code is 1 if a partition failed.
+    named; a partition whose source is gone is left out. With --redo stored completions are made
+    anew: all, or those of some statuses. With --set the partitions' sampling differs from the
+    settings, in every later run too, until --reset-sampling brings the answers of before back. On
+    a terminal a bar shows how far it is; elsewhere lines do. The exit code is 1 if a partition
+    failed.
     """
+    _check_redo(redo)
     if redo != "none" and until not in (COMPLETIONS, OUTPUT):
         raise WrongUseError(f"--redo needs completions, and --until {until} ends before; drop one")
     if (changes or reset_sampling) and until == RAW_DATASET:
@@ -102,13 +105,13 @@ def run(
         f"{dataset}__{table}": {"config": wanted[table]} for table in tables if table in wanted
     }
     with dg.DagsterInstance.get() as instance, ExitStack() as stack:
-        if not keys:
-            _register_new(instance, specs[dataset])
+        gone = [] if keys else _sync(instance, specs[dataset])
         order = _registered_partitions(job, instance, dataset, keys)
+        chosen = keys or [key for key in order if key not in gone]
         if is_shown:
             stack.enter_context(progress_bar(dataset))
         failed, reasons = [], []
-        for neighbours in contiguous_ranges(keys or order, order):
+        for neighbours in contiguous_ranges(chosen, order):
             ends = (neighbours[0], neighbours[-1])
             tags = dict(zip(RANGE_TAGS, ends, strict=True))
             run_id = str(uuid.uuid4())
@@ -123,14 +126,14 @@ def run(
     statuses = [
         # what failed here has this process as its writer, which still lives
         replace(each, state=STOPPED) if failed and each.state == RUNNING else each
-        for each in read_status(open_store(specs[dataset]), specs[dataset].sampling)
-        if each.partition in (keys or order)
+        for each in read_status(open_store(specs[dataset]), specs[dataset].sampling, until)
+        if each.partition in chosen
     ]
     if as_json:
         found = [each.to_json() for each in statuses]
         click.echo(to_json({"failed": failed, "reasons": reasons, "partitions": found}))
     else:
-        click.echo(to_text(dataset, statuses))
+        click.echo(to_text(dataset, statuses, until))
     if failed:
         why = f": {'; '.join(reasons)}" if reasons else "; see above"
         raise click.ClickException(f"{dataset}: the run over {', '.join(failed)} failed{why}")
@@ -168,16 +171,32 @@ def _sampling_changes(changes: Sequence[str]) -> dict[str, Any]:
     return sampling.model_dump(include=set(values))
 
 
-def _register_new(instance: dg.DagsterInstance, spec: BulkInferenceSpec) -> None:
-    """Register what is new in the source, and say so; what is gone from it stays."""
-    if spec.partitions.by == "none":
-        return
+def _check_redo(redo: str) -> None:
+    from bulk_pipeline.stages.stored import check_redo
+
     try:
-        new = sync_partitions(instance, spec)
+        check_redo(redo_names(redo))
+    except ValueError as error:
+        raise WrongUseError(f"--{error}") from None
+
+
+def _sync(instance: dg.DagsterInstance, spec: BulkInferenceSpec) -> list[str]:
+    """Register what is new in the source; return what is gone from it, and tell both."""
+    if spec.partitions.by == "none":
+        return []
+    try:
+        new, gone = sync_partitions(instance, spec)
     except ValueError as error:
         raise click.ClickException(f"{spec.name}: {error}") from None
     if new:
-        click.echo(f"{spec.name}: {len(new)} new partitions: {listed(new)}", err=True)
+        click.echo(f"{spec.name}: {counted(len(new), 'new partition')}: {listed(new)}", err=True)
+    if gone:
+        click.echo(
+            f"{spec.name}: {counted(len(gone), 'partition')} left out, source gone, results stay: "
+            f"{listed(gone)}; bulk-pipeline partitions forget {spec.name} KEY... drops them",
+            err=True,
+        )
+    return gone
 
 
 def _registered_partitions(

@@ -31,6 +31,7 @@ from bulk_pipeline.storage.part_writer import PartWriter
 from bulk_pipeline.storage.partition_writer import PartitionWriter
 from bulk_pipeline.storage.schemas import OUR_COLUMNS, RAW_DATASET, ROW_ERROR_FIELD, ROW_FIELDS
 from bulk_pipeline.storage.store import Store
+from bulk_pipeline.wording import counted
 
 HASH_BYTES = 16
 BUCKET_ROWS = 1_000_000  # rows whose hashes are sorted at once
@@ -86,8 +87,9 @@ def _find_slice(spec: BulkInferenceSpec, store: Store, key: str) -> Slice:
     plan = plan_partitions(spec, store)
     if key not in plan:
         raise ValueError(
-            f"partition {key!r} is not in the source of {spec.name}, which has {len(plan)} "
-            f"partitions ({_listed(plan)}); put its files back or choose another"
+            f"partition {key!r} is not in the source of {spec.name}, which has "
+            f"{counted(len(plan), 'partition')} ({_listed(plan)}); put its files back or choose "
+            "another"
         )
     return plan[key]
 

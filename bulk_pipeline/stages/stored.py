@@ -45,6 +45,16 @@ class Redo:
         return part in self.parts and (ALL in self.statuses or status in self.statuses)
 
 
+def check_redo(asked: Collection[str]) -> None:
+    """Raise a one-line error if something asked for is not ``none``, ``all`` or a status."""
+    statuses = sorted(str(status) for status in Status)
+    if unknown := set(asked) - {"none", ALL, *statuses}:
+        raise ValueError(
+            f"redo must be none, all or statuses out of {', '.join(statuses)}, "
+            f"got {', '.join(sorted(unknown)) or repr('')}"
+        )
+
+
 def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Redo | None, bool]:
     """What is to be made anew, and whether that begins now.
 
@@ -58,12 +68,7 @@ def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Re
         If `redo` is not ``none``, ``all`` or statuses.
     """
     asked = tuple(sorted({redo} if isinstance(redo, str) else set(redo)))
-    statuses = sorted(str(status) for status in Status)
-    if unknown := set(asked) - {"none", ALL, *statuses}:
-        raise ValueError(
-            f"redo must be none, all or statuses out of {', '.join(statuses)}, "
-            f"got {', '.join(sorted(unknown))}"
-        )
+    check_redo(asked)
     pending = pending_redo(writer.manifest)
     if asked in ((), ("none",)) or (pending and pending.statuses == asked):
         return pending, False
