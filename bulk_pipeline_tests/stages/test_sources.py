@@ -181,6 +181,7 @@ DEEP = "[" * 300 + "]" * 300
     ("name", "content", "message"),
     [
         ("x.jsonl", JSONL + '{"a": "3', r"x\.jsonl line 3: not valid JSON \(.*\); repair"),
+        ("x.jsonl", '{"a": "torn\n{"a": 1}\n', r"\(Unterminated string starting at char"),
         ("x.jsonl", '\n{"a": 1} {"a": 2}\n', r"x\.jsonl line 2: not valid JSON \(Extra data"),
         ("x.jsonl", '"text"\n', r"x\.jsonl line 1: must be a JSON object, got a string"),
         ("x.jsonl", "{}\n\n7\n", r"x\.jsonl line 3: must be a JSON object, got a number"),

@@ -64,9 +64,10 @@ def parse_row(line: bytes) -> tuple[dict[str, Any], str | None]:
 def _load_with_json(line: bytes) -> Any:
     """Read what orjson refuses and json accepts: lone surrogates, long integers, NaN."""
     try:
-        return json.loads(line.decode("utf-8", "surrogateescape"))
+        return json.loads(line.rstrip(b"\r\n").decode("utf-8", "surrogateescape"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at character {error.pos + 1})") from None
+        reason = error.msg.removesuffix(" at")
+        raise ValueError(f"not valid JSON ({reason} at character {error.pos + 1})") from None
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_ROW_DEPTH} levels") from None
 
