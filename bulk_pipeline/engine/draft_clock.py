@@ -55,6 +55,8 @@ class DraftClock:
             self._num_skipped -= 1
             return
         plain = self._plain.setdefault(num_rows.bit_length(), deque(maxlen=2 * KNOWN))
+        if has_looked and not plain:
+            return  # rows ended meanwhile: plain steps of so few were never timed
         if has_looked:
             self._seconds.append(seconds)
             self._worth += float(np.median(plain)) * num_tokens / num_rows

@@ -73,6 +73,18 @@ def test_plain_steps_of_about_so_many_rows_come_first():
     assert not run.clock.may_look(1)
 
 
+def test_rows_that_end_while_others_look_spoil_no_measurement():
+    """Where they leave fewer rows than plain steps were ever timed with."""
+    run = Run()
+    run.steps(100, 1.3, 2.0, num_rows=4)
+    assert run.clock.may_look(4)
+    for _ in range(4):
+        run.now += PLAIN
+        run.clock.took(3, 3, True)
+    run.steps(1000, 1.3, 2.0, num_rows=4)
+    assert run.num_looked > 900
+
+
 def test_the_time_of_prompts_is_left_out():
     """Prompts are read before every fourth step, and take long."""
     run = Run()
