@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from throughput import describe, is_on_gpu, keep, peak_gpu_gib, say, setting_of
+from throughput import add_options, describe, is_on_gpu, keep, peak_gpu_gib, say, setting_of
 from throughput_loops import Product, make_requests
 from throughput_work import ROOT, now, variant_of
 from throughput_work import make_work as make_rows
@@ -59,12 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--rows", type=int, help="of a run; default: twice the batch")
     add("--switches", type=int, default=8, help="timed")
     add("--sampling", choices=("greedy", "sampled"), default="sampled")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--set", action="append", default=[], metavar="NAME=JSON",
-        help="a setting of the generator (GeneratorSettings); repeatable")  # fmt: skip
-    add("--results", type=Path, default=RESULTS, help="file of measurements")
-    add("--model-name", help="name in the results (default: the folder's)")
-    add("--commit", help="bulk_pipeline's commit, where git is missing")
+    add_options(parser, RESULTS)
     return parser.parse_args(argv)
 
 

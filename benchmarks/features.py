@@ -18,7 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from throughput import Attempts, describe, is_on_gpu, keep, peak_gpu_gib, say, setting_of
+from throughput import (
+    Attempts,
+    add_options,
+    describe,
+    is_on_gpu,
+    keep,
+    peak_gpu_gib,
+    say,
+    setting_of,
+)
 from throughput_loops import Product, make_requests
 from throughput_work import ROOT, SAMPLING, WORKLOADS, make_work, now, variant_of
 
@@ -69,12 +78,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--sampling", choices=tuple(SAMPLING), default="sampled")
     add("--workload", choices=WORKLOADS, default="mixed")
     add("--most-tokens", type=int, help="most max_new_tokens of a row; default: the workload's")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--set", action="append", default=[], metavar="NAME=JSON",
-        help="a setting of the generator (GeneratorSettings); repeatable")  # fmt: skip
-    add("--results", type=Path, default=RESULTS, help="file of measurements")
-    add("--model-name", help="name in the results (default: the folder's)")
-    add("--commit", help="bulk_pipeline's commit, where git is missing")
+    add_options(parser, RESULTS)
     return parser.parse_args(argv)
 
 

@@ -331,6 +331,17 @@ def make_loop(
     return PlainLoop(arguments.model, tokens)
 
 
+def add_options(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Add the options that benchmarks of one setting after the other share."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--set", action="append", default=[], metavar="NAME=JSON",
+        help="a setting of the generator (GeneratorSettings); repeatable")  # fmt: skip
+    add("--results", type=Path, default=results, help="file of measurements")
+    add("--model-name", help="name in the results (default: the folder's)")
+    add("--commit", help="bulk_pipeline's commit, where git is missing")
+
+
 def setting_of(text: str) -> tuple[str, Any]:
     """Return the name and the value of NAME=JSON."""
     name, _, value = text.partition("=")

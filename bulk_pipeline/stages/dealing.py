@@ -18,9 +18,8 @@ from bulk_pipeline.stages.wanted import WantedRequests
 from bulk_pipeline.storage.manifest import Part
 from bulk_pipeline.storage.partition import Partition
 from bulk_pipeline.storage.partition_writer import PartitionWriter
-from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA, PLACE
 
-PLACE = ("row_index", "sample_index", "turn")  # of a request; the order of the table
 SORT_ROWS, SORT_BYTES = 16_384, 64 << 20  # sorted in memory at once, whichever comes first
 LEAST_MERGED = 64  # rows of each piece held at once, however many pieces there are
 READ_ROWS = 2048  # read at once, so that long completions stay few

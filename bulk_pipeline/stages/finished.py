@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.engine.request import NOT_RUN, Status
-from bulk_pipeline.stages.dealing import PLACE, deal, in_order, not_run
+from bulk_pipeline.stages.dealing import deal, in_order, not_run
 from bulk_pipeline.stages.job import Job
 from bulk_pipeline.stages.rows import RowStream
 from bulk_pipeline.stages.stored import keep_unwanted
 from bulk_pipeline.stages.wanted import WantedRequests
-from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA
+from bulk_pipeline.storage.schemas import COMPLETIONS_SCHEMA, PLACE
 
 WITHOUT_ANSWER = (*sorted(NOT_RUN), Status.ERROR)
 
@@ -30,7 +30,7 @@ def finish_table(job: Job, max_error_rate: float, runs: list[dict[str, Any]]) ->
     """
     writer, counts, offset = job.writer, Counter[str](), 0
     row_ids = RowStream(job.prompts.read(["row_id", "row_index"]))
-    with in_order(job.writer, _rows(job)) as tables:
+    with in_order(writer, _rows(job)) as tables:
         with writer.new_part(COMPLETIONS_SCHEMA) as part:
             for table in tables:
                 _check_conserved(table, job.wanted, offset)

@@ -97,8 +97,10 @@ class PartSink:
             with self._writer.new_part(COMPLETIONS_SCHEMA) as part:
                 part.write(_to_table(self._rows))
             self._part = part.part
-        parts = [part for part in self._writer.manifest.parts if part != self._part]
-        self._writer.commit([*parts, self._part], complete=False)
+        parts = self._writer.manifest.parts
+        if parts[-1:] != [self._part]:  # as it is after an interrupt
+            parts = [*parts, self._part]
+        self._writer.commit(parts, complete=False)
         self._rows.clear()
         self._part = None
         self._flushed = time.monotonic()

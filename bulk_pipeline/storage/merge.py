@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bulk_pipeline.storage.manifest import Part
+from bulk_pipeline.storage.schemas import PLACE
 
 
 def merge_parts(
@@ -27,9 +28,7 @@ def merge_parts(
             continue
         assert bound is not None
         if tables := [table for cursor in cursors if (table := cursor.take_below(bound))]:
-            yield pa.concat_tables(tables).sort_by(
-                [(name, "ascending") for name in ("row_index", "sample_index", "turn")]
-            )
+            yield pa.concat_tables(tables).sort_by([(name, "ascending") for name in PLACE])
         cursors = [cursor for cursor in cursors if not cursor.is_done]
 
 

@@ -83,6 +83,7 @@ PROMPTS_SCHEMA = pa.schema(
     ]
 )
 
+PLACE = ("row_index", "sample_index", "turn")  # of a request; the order of the table
 COMPLETIONS_SCHEMA = pa.schema(
     [
         *ROW_FIELDS,
