@@ -1,22 +1,25 @@
-"""Whether looking for drafts pays, by the clock: some steps with it, some without, in turn.
+"""Whether looking for drafts pays, by the clock: some stretches of steps with it, some without.
 
 A step that checks guesses takes longer, and while rows look for them the host cannot run a step
-ahead; how much longer depends on the model, the GPU and the rows. So both are timed. What looking
-cost beyond the time in which plain steps would have made the same tokens is its loss, and no more
-of the time may be lost than a small share.
+ahead; how much longer depends on the model, the GPU and the rows. So both are timed, all steps of a
+stretch together: where rows look now and then only, what is lost lies between their steps. What
+looking cost beyond the time in which plain steps would have made the same tokens is its loss, and
+no more of the time may be lost than a small share.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 STRETCH = 16  # steps after which it is decided again
 KNOWN = 8  # plain steps of about so many rows, before any of these look
 MOST_LOST = 0.02  # share of the time, of late
-FORGET = 0.99  # weight of what was before, with each stretch
+FORGET = 0.98  # weight of what was before, with each stretch
 TIME_PLAIN_EVERY = 64  # stretches, one is plain even where looking pays: contexts have grown
+SETTLED = 2  # steps, the host a step ahead: the times of these are those of steps before
+SLOW = 8  # times the median: a first step of its size, which takes long once, counts as so long
 
 
 class DraftClock:
@@ -30,11 +33,12 @@ class DraftClock:
         self._then = clock()
         self._plain: dict[int, deque[float]] = {}  # seconds of plain steps
         self._may_look = True
-        self._has_looked = False
+        self._is_trial = False  # whether rows might look in the last step
+        self._num_plain = 0  # steps since one that looked
         self._num_skipped = 1  # steps to come that are not timed
-        self._seconds: list[float] = []  # of the stretch's steps that looked
-        self._worth = 0.0  # seconds that plain steps would have taken for their tokens
-        self._num_steps = self._num_stretches = 0
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether rows might look
+        self._made: dict[int, float] = {}  # tokens a row, where rows might look
+        self._num_stretches = 0
         self._lost = self._spent = 0.0
 
     def may_look(self, num_rows: int) -> bool:
@@ -43,37 +47,46 @@ class DraftClock:
 
     def skip(self) -> None:
         """Leave this step and the next one out: prompts were read in between."""
-        self._num_skipped = 2
+        self._num_skipped = SETTLED
 
     def took(self, num_rows: int, num_tokens: int, has_looked: bool) -> None:
         """Take note of a step that has just ended, of so many rows and tokens."""
         now = self._clock()
         seconds, self._then = now - self._then, now
-        if has_looked != self._has_looked:  # the step before may be in its time
-            self._has_looked, self._num_skipped = has_looked, max(1, self._num_skipped)
+        is_trial = has_looked or self.may_look(num_rows)
+        if is_trial != self._is_trial:
+            self._is_trial, self._num_skipped = is_trial, SETTLED
+        self._num_plain = 0 if has_looked else self._num_plain + 1
         if self._num_skipped:
             self._num_skipped -= 1
             return
-        plain = self._plain.setdefault(num_rows.bit_length(), deque(maxlen=2 * KNOWN))
-        if has_looked and not plain:
-            return  # rows ended meanwhile: plain steps of so few were never timed
-        if has_looked:
-            self._seconds.append(seconds)
-            self._worth += float(np.median(plain)) * num_tokens / num_rows
-        else:
+        about = num_rows.bit_length()
+        plain = self._plain.setdefault(about, deque(maxlen=4 * KNOWN))
+        if self._num_plain > SETTLED:
             plain.append(seconds)
-        self._spent += seconds
-        self._num_steps += 1
-        if self._num_steps == STRETCH:
+        if not plain:
+            return  # rows ended meanwhile: plain steps of so few were never timed
+        self._seconds[is_trial].append(seconds)
+        if is_trial:
+            self._made[about] = self._made.get(about, 0.0) + num_tokens / num_rows
+        if sum(map(len, self._seconds.values())) == STRETCH:
             self._decide()
 
     def _decide(self) -> None:
-        if self._seconds:  # the median: a first step of its size takes long, once
-            self._lost += len(self._seconds) * float(np.median(self._seconds)) - self._worth
-        allowed = MOST_LOST * self._spent
-        self._lost = max(self._lost, -allowed)  # what was gained is not lost for long
+        looking = sum(_without_slow(self._seconds[True]))
+        worth = sum(
+            made * float(np.mean(_without_slow(self._plain[about])))
+            for about, made in self._made.items()
+        )
+        # what was gained is not lost later
+        self._lost = max(0.0, FORGET * self._lost + looking - worth)
+        self._spent = FORGET * self._spent + looking + sum(_without_slow(self._seconds[False]))
         self._num_stretches += 1
         is_timed_plain = self._num_stretches % TIME_PLAIN_EVERY == 0
-        self._may_look = self._lost <= allowed and not is_timed_plain
-        self._lost, self._spent = FORGET * self._lost, FORGET * self._spent
-        self._seconds, self._worth, self._num_steps = [], 0.0, 0
+        self._may_look = self._lost <= MOST_LOST * self._spent and not is_timed_plain
+        self._seconds, self._made = {True: [], False: []}, {}
+
+
+def _without_slow(seconds: Iterable[float]) -> list[float]:
+    times = list(seconds)
+    return np.minimum(times, SLOW * np.median(times)).tolist() if times else []
