@@ -3,12 +3,12 @@
     python benchmarks/speculation.py run MODEL       measure; MODEL is a folder
     python benchmarks/speculation.py report          table of what was measured
 
-A batch of n runs n requests together to their end, twice with the same prompts: the second time is
-measured, when kernels are compiled and the prompts are in the cache. Work for a model that can talk
-(with a chat template): `edit` and `summarise` have much to copy, `story` has nothing. Work for any
-model, also one with random weights: answers of `few1`, `few2`, `few4` can only have so many
-different tokens, so that nearly all, some and few drafts are right. Every measurement is a line of
-benchmarks/results/speculation.jsonl.
+A batch of n runs n requests together to their end, all passes twice with the same prompts: the
+second time is measured, when kernels are compiled and the prompts are in the cache. Work for a
+model that can talk (with a chat template): `edit` and `summarise` have much to copy, `story` has
+nothing. Work for any model, also one with random weights: answers of `few1`, `few2`, `few4` can
+only have so many different tokens, so that nearly all, some and few drafts are right.
+Every measurement is a line of benchmarks/results/speculation.jsonl.
 """
 
 import argparse
@@ -108,10 +108,15 @@ def run(
     stats = generator.stats
     counters = ("steps", "completion_tokens", "drafted_tokens", "accepted_tokens")
     totals = dict.fromkeys(counters, 0)
-    seconds = 0.0
-    for number in range(arguments.passes):
-        requests = make_requests(generator, arguments, work, sampling, batch, number)
+    passes = [
+        make_requests(generator, arguments, work, sampling, batch, number)
+        for number in range(arguments.passes)
+    ]
+    for requests in passes:
         list(generator.run(requests))
+    graphs = num_graphs(generator)
+    seconds = 0.0
+    for requests in passes:
         before = {name: getattr(stats, name) for name in counters}
         started = time.perf_counter()
         for completion in generator.run(requests):
@@ -125,7 +130,13 @@ def run(
         "tokens_per_second": round(totals["completion_tokens"] / seconds, 1),
         "step_milliseconds": round(1000 * seconds / totals["steps"], 3),
         "acceptance_rate": round(totals["accepted_tokens"] / max(totals["drafted_tokens"], 1), 3),
+        "graphs_recorded": num_graphs(generator) - graphs,
     }
+
+
+def num_graphs(generator: Any) -> int:
+    """CUDA graphs of the model so far: a step of a new size takes long once."""
+    return len(getattr(generator._loop.model, "_graphs", ()))
 
 
 def make_requests(
