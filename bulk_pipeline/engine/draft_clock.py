@@ -38,6 +38,7 @@ class DraftClock:
         self._num_skipped = 1  # steps to come that are not timed
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether rows might look
         self._made: dict[int, float] = {}  # tokens a row, where rows might look
+        self._num_trials = 0  # steps in which they might, those not timed included
         self._num_stretches = 0
         self._lost = self._spent = 0.0
 
@@ -57,6 +58,7 @@ class DraftClock:
         if is_trial != self._is_trial:
             self._is_trial, self._num_skipped = is_trial, SETTLED
         self._num_plain = 0 if has_looked else self._num_plain + 1
+        self._num_trials += is_trial
         if self._num_skipped:
             self._num_skipped -= 1
             return
@@ -73,18 +75,19 @@ class DraftClock:
             self._decide()
 
     def _decide(self) -> None:
-        looking = sum(_without_slow(self._seconds[True]))
+        trials = _without_slow(self._seconds[True])
+        looking = sum(trials)
         worth = sum(
             made * float(np.mean(_without_slow(self._plain[about])))
             for about, made in self._made.items()
         )
-        # what was gained is not lost later
-        self._lost = max(0.0, FORGET * self._lost + looking - worth)
+        lost = (looking - worth) * self._num_trials / max(1, len(trials))
+        self._lost = max(0.0, FORGET * self._lost + lost)  # what was gained is not lost later
         self._spent = FORGET * self._spent + looking + sum(_without_slow(self._seconds[False]))
         self._num_stretches += 1
         is_timed_plain = self._num_stretches % TIME_PLAIN_EVERY == 0
         self._may_look = self._lost <= MOST_LOST * self._spent and not is_timed_plain
-        self._seconds, self._made = {True: [], False: []}, {}
+        self._seconds, self._made, self._num_trials = {True: [], False: []}, {}, 0
 
 
 def _without_slow(seconds: Iterable[float]) -> list[float]:
