@@ -14,7 +14,7 @@ from bulk_pipeline.engine.bans import BanSlots, RowBans
 from bulk_pipeline.engine.logprobs import LogprobSlots, StepLogprobs
 from bulk_pipeline.engine.loops import LoopSlots
 from bulk_pipeline.engine.rows import NO_TOKEN, Row
-from bulk_pipeline.engine.sampling import Sampler
+from bulk_pipeline.engine.sampler import Sampler
 from bulk_pipeline.engine.sampling_slots import download
 from bulk_pipeline.engine.slots import Slots
 from bulk_pipeline.engine.structured import GrammarSlots

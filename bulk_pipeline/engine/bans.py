@@ -478,7 +478,7 @@ class BanSlots:
     def _mask(self, logits: torch.Tensor, places: np.ndarray, slots: np.ndarray) -> None:
         rows, masks = upload(places, self._device), self._masks[upload(slots, self._device)]
         if self._device.type == "cuda":
-            from bulk_pipeline.engine.sampling_kernel import mask_in_place
+            from bulk_pipeline.engine.edit_kernels import mask_in_place
 
             mask_in_place(logits, rows, masks)
         else:

@@ -11,220 +11,74 @@ Import this module only where there is a GPU (or under TRITON_INTERPRET=1).
 """
 
 # mypy: disable-error-code="no-untyped-def"
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from bulk_pipeline.engine import sampling, sampling_slots
-from bulk_pipeline.engine.sampling_slots import SettingsTable, SharedLists, upload
 
 BLOCK = 2048  # logits that a program reads at once
 NUM_WARPS = 8
 STAGES = 3  # blocks on their way at once
-EDIT_BLOCK = 2048
-LIST_BLOCK = 256
-COPY_BYTES = 1 << 27  # most memory for float32 copies of logits with biases and penalties
 MARGIN = 1e-3  # well above the error of a score in float32
 
 SEED = tl.constexpr(sampling_slots.SEED)
 TOP_K = tl.constexpr(sampling_slots.TOP_K)
-MIN_NEW = tl.constexpr(sampling_slots.MIN_NEW)
-ENDS = tl.constexpr(sampling_slots.ENDS)
-BIASES = tl.constexpr(sampling_slots.BIASES)
 TEMPERATURE = tl.constexpr(sampling_slots.TEMPERATURE)
 TOP_P = tl.constexpr(sampling_slots.TOP_P)
 LOG_MIN_P = tl.constexpr(sampling_slots.LOG_MIN_P)
-REPETITION = tl.constexpr(sampling_slots.REPETITION)
-FREQUENCY = tl.constexpr(sampling_slots.FREQUENCY)
-PRESENCE = tl.constexpr(sampling_slots.PRESENCE)
 MAX_ENTRY = tl.constexpr(2 * sampling_slots.MAX_COUNT)
 GAMMA = tl.constexpr(sampling.GAMMA)
 MIX_1 = tl.constexpr(sampling.MIX_1)
 MIX_2 = tl.constexpr(sampling.MIX_2)
 
 
-class KernelSampler:
-    """The device's part of `Sampler`.
+def draw_into(
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    integers: torch.Tensor,
+    floats: torch.Tensor,
+    counts: torch.Tensor,
+    is_copy: bool,
+) -> None:
+    """Draw a token id for each of some rows, and count it where `counts` has rows.
 
     Parameters
     ----------
-    table
-        The settings by slot; `settings_changed` says that it was written to.
-    """
-
-    def __init__(self, table: SettingsTable, vocab_size: int, device: torch.device) -> None:
-        self._table, self._vocab_size, self._device = table, vocab_size, device
-        self._ends = _DeviceLists(table.ends, device)
-        self._biases = _DeviceLists(table.biases, device)
-        self._all_rows = torch.arange(table.integers.shape[1], dtype=torch.int64, device=device)
-        self._copy_rows = max(1, COPY_BYTES // (4 * vocab_size))
-        self._plain = self._edited = self._all_rows[:0]
-        self._is_held = self._is_biased = False
-        self._integers = torch.zeros(0, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(0, dtype=torch.float64, device=device)
-
-    def settings_changed(self) -> None:
-        """Copy the settings to the device."""
-        self._integers = upload(self._table.integers, self._device)
-        self._floats = self._integers.view(torch.float64)
-
-    def rows_changed(self, slots: np.ndarray) -> None:
-        """Take note of the slots of the rows that are sampled from now on."""
-        table, num_rows = self._table, len(slots)
-        if num_rows > len(self._all_rows):  # several tokens of each slot
-            self._all_rows = torch.arange(num_rows, dtype=torch.int64, device=self._device)
-        is_biased = table.integers[sampling_slots.BIASES, slots] != 0
-        is_edited = is_biased | table.is_penalised(slots)
-        self._is_held = bool(table.integers[sampling_slots.MIN_NEW, slots].any())
-        self._is_biased = bool(is_biased.any())
-        self._plain, self._edited = self._all_rows[:num_rows], self._all_rows[:0]
-        if is_edited.all():
-            self._plain, self._edited = self._edited, self._plain
-        elif is_edited.any():
-            order = upload(np.argsort(is_edited, kind="stable"), self._device)
-            num_plain = num_rows - int(is_edited.sum())
-            self._plain, self._edited = order[:num_plain], order[num_plain:]
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        counts: torch.Tensor,
-    ) -> torch.Tensor:
-        """Draw a token id a row, and count it where `counts` (of `TokenCounts`) has rows.
-
-        Logits of end tokens that are held back are overwritten with -inf.
-        """
-        if logits.dtype not in (torch.float16, torch.float32) or logits.stride(1) != 1:
-            logits = logits.float().contiguous()
-        ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        if self._is_held:
-            self._hold_back(logits, slots, positions)
-        if len(self._plain):
-            self._draw(logits, self._plain, slots, positions, counts[:0], ids, is_copy=False)
-        for first in range(0, len(self._edited), self._copy_rows):
-            rows = self._edited[first : first + self._copy_rows]
-            copy = self._edit(logits, rows, slots, counts)
-            self._draw(copy, rows, slots, positions, counts, ids, is_copy=True)
-        return ids
-
-    def _hold_back(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        ids, _ = self._ends.tensors()
-        _hold_back_kernel[(len(slots),)](
-            logits,
-            logits.stride(0),
-            slots,
-            positions,
-            self._integers,
-            self._integers.shape[1],
-            ids,
-            ids.shape[1],
-            BLOCK=LIST_BLOCK,
-        )
-
-    def _edit(
-        self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor
-    ) -> torch.Tensor:
-        copy = torch.empty((len(rows), self._vocab_size), device=logits.device)
-        settings = (self._integers, self._floats, self._integers.shape[1])
-        common = (logits, logits.stride(0), rows, slots, copy, *settings, counts)
-        # not fused: multiplied and rounded, then subtracted and rounded, as on the CPU
-        _edit_kernel[(len(rows), triton.cdiv(self._vocab_size, EDIT_BLOCK))](
-            *common,
-            self._vocab_size,
-            HAS_COUNTS=len(counts) > 0,
-            BLOCK=EDIT_BLOCK,
-            enable_fp_fusion=False,
-        )
-        if self._is_biased:
-            ids, numbers = self._biases.tensors()
-            _bias_kernel[(len(rows),)](
-                *common,
-                self._vocab_size,
-                ids,
-                numbers,
-                ids.shape[1],
-                HAS_COUNTS=len(counts) > 0,
-                BLOCK=LIST_BLOCK,
-                enable_fp_fusion=False,
-            )
-        return copy
-
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        counts: torch.Tensor,
-        ids: torch.Tensor,
-        is_copy: bool,
-    ) -> None:
-        _sample_kernel[(len(rows),)](
-            logits,
-            logits.stride(0),
-            rows,
-            slots,
-            positions,
-            self._integers,
-            self._floats,
-            self._integers.shape[1],
-            counts,
-            ids,
-            MARGIN,
-            self._vocab_size,
-            IS_HALF=logits.dtype == torch.float16,
-            IS_COPY=is_copy,
-            HAS_COUNTS=len(counts) > 0,
-            BLOCK=BLOCK,
-            STAGES=STAGES,
-            num_warps=NUM_WARPS,
-        )
-
-
-def mask_in_place(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Overwrite the logits of tokens that must not come with -inf.
-
-    Parameters
-    ----------
+    ids
+        int64 [all rows]: what is drawn is written there.
     logits
-        [all rows, vocabulary].
-    rows
-        int64 [rows]: those that have a mask.
-    masks
-        int32 [rows, words]: a set bit lets the token come.
+        float16 or float32 [all rows, vocabulary], or [rows, vocabulary] where `is_copy`.
+    rows, slots, positions
+        int64: the rows to draw for; of all rows the slots, and how many tokens they generated.
+    integers, floats
+        The settings of all slots, as in `SettingsTable`.
+    counts
+        int16 [slots, vocabulary], as in `TokenCounts`; empty: nothing is counted.
     """
-    vocab_size = logits.shape[1]
-    _mask_kernel[(len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))](
+    _sample_kernel[(len(rows),)](
         logits,
-        *logits.stride(),
+        logits.stride(0),
         rows,
-        masks,
-        masks.stride(0),
-        vocab_size,
-        BLOCK=EDIT_BLOCK,
+        slots,
+        positions,
+        integers,
+        floats,
+        integers.shape[1],
+        counts,
+        ids,
+        MARGIN,
+        logits.shape[1],
+        IS_HALF=logits.dtype == torch.float16,
+        IS_COPY=is_copy,
+        HAS_COUNTS=len(counts) > 0,
+        BLOCK=BLOCK,
+        STAGES=STAGES,
+        num_warps=NUM_WARPS,
     )
-
-
-class _DeviceLists:
-    """The device's copy of `SharedLists`."""
-
-    def __init__(self, lists: SharedLists, device: torch.device) -> None:
-        self._lists, self._device, self._version = lists, device, -1
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and numbers, as they are on the host now."""
-        if self._version != self._lists.version:
-            self._version = self._lists.version
-            self._tensors = (
-                upload(self._lists.ids, self._device),
-                upload(self._lists.numbers, self._device),
-            )
-        return self._tensors
 
 
 @triton.jit
@@ -541,131 +395,3 @@ def _key_below(value, IS_HALF: tl.constexpr):
     """Return a key of at most `value`, and hardly less."""
     key = _key(value.to(tl.float16) if IS_HALF else value, IS_HALF)
     return key.to(tl.int64) - 1
-
-
-@triton.jit
-def _penalise(logits, entries, floats_ptr, num_slots, slot):
-    repetition = tl.load(floats_ptr + REPETITION * num_slots + slot).to(tl.float32)
-    frequency = tl.load(floats_ptr + FREQUENCY * num_slots + slot).to(tl.float32)
-    presence = tl.load(floats_ptr + PRESENCE * num_slots + slot).to(tl.float32)
-    divided = tl.div_rn(logits, tl.zeros_like(logits) + repetition)
-    repeated = tl.where(logits > 0, divided, logits * repetition)
-    num_output = entries >> 1
-    logits = tl.where(entries != 0, repeated, logits)
-    logits = logits - num_output.to(tl.float32) * frequency
-    return logits - tl.where(num_output > 0, 1.0, 0.0) * presence
-
-
-@triton.jit
-def _edit_kernel(
-    logits_ptr,
-    logits_stride,
-    rows_ptr,
-    slots_ptr,
-    copy_ptr,
-    integers_ptr,
-    floats_ptr,
-    num_slots,
-    counts_ptr,
-    VOCAB_SIZE: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy a block of a row's logits to float32, with the row's penalties."""
-    row = tl.load(rows_ptr + tl.program_id(0))
-    slot = tl.load(slots_ptr + row)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < VOCAB_SIZE, other=0.0)
-    logits = logits.to(tl.float32)
-    if HAS_COUNTS:
-        entries = tl.load(counts_ptr + slot * VOCAB_SIZE + ids, mask=ids < VOCAB_SIZE, other=0)
-        logits = _penalise(logits, entries, floats_ptr, num_slots, slot)
-    copy_row = copy_ptr + tl.program_id(0).to(tl.int64) * VOCAB_SIZE
-    tl.store(copy_row + ids, logits, mask=ids < VOCAB_SIZE)
-
-
-@triton.jit
-def _bias_kernel(
-    logits_ptr,
-    logits_stride,
-    rows_ptr,
-    slots_ptr,
-    copy_ptr,
-    integers_ptr,
-    floats_ptr,
-    num_slots,
-    counts_ptr,
-    VOCAB_SIZE: tl.constexpr,
-    list_ids_ptr,
-    list_numbers_ptr,
-    width,
-    HAS_COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the logits of a row's biased tokens again: first the bias, then the penalties."""
-    row = tl.load(rows_ptr + tl.program_id(0))
-    slot = tl.load(slots_ptr + row)
-    list_start = tl.load(integers_ptr + BIASES * num_slots + slot) * width
-    copy_row = copy_ptr + tl.program_id(0).to(tl.int64) * VOCAB_SIZE
-    start = 0
-    while start < width:
-        places = start + tl.arange(0, BLOCK)
-        is_inside = places < width
-        ids = tl.load(list_ids_ptr + list_start + places, mask=is_inside, other=0)
-        biases = tl.load(list_numbers_ptr + list_start + places, mask=is_inside, other=0.0)
-        is_biased = biases != 0
-        logits = tl.load(logits_ptr + row * logits_stride + ids, mask=is_biased, other=0.0)
-        logits = logits.to(tl.float32) + biases
-        if HAS_COUNTS:
-            entries = tl.load(counts_ptr + slot * VOCAB_SIZE + ids, mask=is_biased, other=0)
-            logits = _penalise(logits, entries, floats_ptr, num_slots, slot)
-        tl.store(copy_row + ids, logits, mask=is_biased)
-        start += BLOCK
-
-
-@triton.jit
-def _hold_back_kernel(
-    logits_ptr,
-    logits_stride,
-    slots_ptr,
-    positions_ptr,
-    integers_ptr,
-    num_slots,
-    list_ids_ptr,
-    width,
-    BLOCK: tl.constexpr,
-):
-    """Overwrite the logits of a row's end tokens with -inf until min_new_tokens are there."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    is_held = tl.load(positions_ptr + row) < tl.load(integers_ptr + MIN_NEW * num_slots + slot)
-    list_start = tl.load(integers_ptr + ENDS * num_slots + slot) * width
-    start = 0
-    while start < width:
-        places = start + tl.arange(0, BLOCK)
-        ids = tl.load(list_ids_ptr + list_start + places, mask=places < width, other=0)
-        is_written = (places < width) & is_held
-        tl.store(logits_ptr + row * logits_stride + ids, -float("inf"), mask=is_written)
-        start += BLOCK
-
-
-@triton.jit
-def _mask_kernel(
-    logits_ptr,
-    row_stride,
-    stride,
-    rows_ptr,
-    masks_ptr,
-    masks_stride,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Overwrite a block of a row's logits with -inf where the token's bit is not set."""
-    row = tl.load(rows_ptr + tl.program_id(0))
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = ids < VOCAB_SIZE
-    masks_row = masks_ptr + tl.program_id(0) * masks_stride
-    words = tl.load(masks_row + ids // 32, mask=is_inside, other=-1)
-    is_masked = ((words >> (ids % 32)) & 1) == 0
-    place = logits_ptr + row * row_stride + ids * stride
-    tl.store(place, -float("inf"), mask=is_inside & is_masked)

@@ -274,7 +274,7 @@ class GrammarSlots:
         masks = self._fill([self.of(slot) for slot in slots[places].tolist()])
         rows = upload(places, self._device)
         if self._device.type == "cuda":
-            from bulk_pipeline.engine.sampling_kernel import mask_in_place
+            from bulk_pipeline.engine.edit_kernels import mask_in_place
 
             mask_in_place(logits, rows, masks.to(self._device, non_blocking=True))
             return logits

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bulk_pipeline.engine.request import SamplingParams
+from bulk_pipeline.engine.sampler import Sampler
 from bulk_pipeline.engine.sampling import (
     GAMMA,
     MIX_1,
     MIX_2,
     TOP_P_PREFIX,
-    Sampler,
     SamplingBatch,
     draw,
     problem_with,

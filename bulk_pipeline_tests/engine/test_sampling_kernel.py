@@ -20,10 +20,10 @@ if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl  # noqa: E402
 
-from bulk_pipeline.engine import sampling_kernel  # noqa: E402
+from bulk_pipeline.engine import edit_kernels, kernel_sampler, sampling_kernel  # noqa: E402
 from bulk_pipeline.engine.request import SamplingParams  # noqa: E402
-from bulk_pipeline.engine.sampling import GAMMA, Sampler, _mix, uniform  # noqa: E402
-from bulk_pipeline.engine.sampling_kernel import KernelSampler  # noqa: E402
+from bulk_pipeline.engine.sampler import Sampler  # noqa: E402
+from bulk_pipeline.engine.sampling import GAMMA, _mix, uniform  # noqa: E402
 from bulk_pipeline.engine.sampling_slots import to_int64  # noqa: E402
 from bulk_pipeline.engine.structured import masked  # noqa: E402
 from bulk_pipeline_tests.engine.test_sampling import PROBABILITIES, SUPPORTS  # noqa: E402
@@ -41,14 +41,14 @@ def small_blocks(monkeypatch):
     """Several blocks a row, also where the interpreter makes rows short."""
     if not HAS_GPU:
         monkeypatch.setattr(sampling_kernel, "BLOCK", 256)
-        monkeypatch.setattr(sampling_kernel, "EDIT_BLOCK", 128)
-        monkeypatch.setattr(sampling_kernel, "LIST_BLOCK", 4)
+        monkeypatch.setattr(edit_kernels, "EDIT_BLOCK", 128)
+        monkeypatch.setattr(edit_kernels, "LIST_BLOCK", 4)
 
 
-def kernel_sampler(num_slots: int, vocab_size: int) -> Sampler:
+def make_sampler(num_slots: int, vocab_size: int) -> Sampler:
     sampler = Sampler(num_slots, vocab_size, DEVICE)
     if not HAS_GPU:
-        sampler._kernel = KernelSampler(sampler._table, vocab_size, DEVICE)
+        sampler._kernel = kernel_sampler.KernelSampler(sampler._table, vocab_size, DEVICE)
     return sampler
 
 
@@ -56,7 +56,7 @@ class Pair:
     """The kernels and the reference, with the same rows in the same slots."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self.kernel = kernel_sampler(num_slots, vocab_size)
+        self.kernel = make_sampler(num_slots, vocab_size)
         self.reference = Sampler(num_slots, vocab_size, CPU)
 
     def add(self, slot, params, prompt=(), generated=()):
@@ -224,7 +224,7 @@ class TestSpecialValues:
         broken = [[math.nan] * 4, [math.inf, math.nan, 0.0, 1.0], [math.inf, math.inf, 0.0, 0.0]]
         logits = torch.tensor([*broken, [0.0, 0.0, 90.0, 0.0]]).half()
         params = [SamplingParams(temperature, top_p=0.9, seed=seed) for seed in range(4)]
-        sampler = kernel_sampler(4, 4)
+        sampler = make_sampler(4, 4)
         for slot, row in enumerate(params):
             sampler.add(slot, row, [])
         slots = torch.arange(4, device=DEVICE)
@@ -283,7 +283,7 @@ def test_candidates_in_one_lane_are_compared_in_float64(monkeypatch):
 
 
 def test_penalised_rows_are_copied_in_pieces(monkeypatch):
-    monkeypatch.setattr(sampling_kernel, "COPY_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr(kernel_sampler, "COPY_BYTES", 3 * 4 * VOCAB)
     params = [
         SamplingParams(
             seed=slot, repetition_penalty=1.5 if slot % 3 else 1.0, logit_bias=((slot, 9),)
@@ -305,7 +305,7 @@ def test_a_row_does_not_depend_on_its_batch():
     logits = random_logits(ROWS).to(DEVICE)
 
     def drawn(slots):
-        sampler = kernel_sampler(ROWS, VOCAB)
+        sampler = make_sampler(ROWS, VOCAB)
         for slot in slots:
             sampler.add(slot, params[slot], prompts[slot])
         places = torch.tensor(slots, device=DEVICE)
@@ -325,7 +325,7 @@ def frequencies(logits: torch.Tensor, params: dict, steps: int, generated=()) ->
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     slots = torch.arange(rows, device=DEVICE)
     for step in range(steps):
-        sampler = kernel_sampler(rows, vocab_size)  # anew: no token drawn here is penalised
+        sampler = make_sampler(rows, vocab_size)  # anew: no token drawn here is penalised
         for slot in range(rows):
             sampler.add(slot, SamplingParams(seed=slot, **params), [], generated)
         batch = logits.expand(rows, -1).contiguous().to(DEVICE)
@@ -430,7 +430,7 @@ def test_as_exllamav2_samples(name):
 @needs_gpu
 def test_nothing_waits_for_the_device():
     """Sampling is queued without a word from the device: torch raises where it would wait."""
-    sampler = kernel_sampler(8, VOCAB)
+    sampler = make_sampler(8, VOCAB)
     logits = random_logits(8).to(DEVICE)
     slots = torch.arange(8, device=DEVICE)
     choice = random.Random(3)
@@ -453,7 +453,7 @@ def test_masks_are_those_of_the_reference(dtype):
     rows = torch.tensor([3, 0, 1])
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), dtype=torch.int32)
     found = whole.clone().to(DEVICE)
-    sampling_kernel.mask_in_place(found[:, :vocab_size], rows.to(DEVICE), masks.to(DEVICE))
+    edit_kernels.mask_in_place(found[:, :vocab_size], rows.to(DEVICE), masks.to(DEVICE))
     expected = whole.clone()
     expected[rows, :vocab_size] = masked(whole[rows, :vocab_size], masks)
     assert torch.equal(found.cpu(), expected)
