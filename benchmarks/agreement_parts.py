@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from gpu_correctness import AGREED_TOKENS, END, agreeing, prompts, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bulk_pipeline.engine import dense, kernels
+from bulk_pipeline.engine import attention_kernels, dense, kernels
 from bulk_pipeline.engine.dense import DenseModel
 from bulk_pipeline.engine.loading import load_generator
 
@@ -145,7 +145,7 @@ def replace(model: DenseModel, parts: tuple[str, ...]) -> None:
     """Let the forward pass of this process compute these parts as transformers does."""
     num_heads = model._weights.num_heads
     if "prompt_attention" in parts:
-        kernels.prompt_attention = lambda packed, keys, values, rows, scale: attend(
+        attention_kernels.prompt_attention = lambda packed, keys, values, rows, scale: attend(
             packed[:, :num_heads], keys[: len(packed)], values[: len(packed)], scale
         )
     if "paged_attention" in parts:
@@ -155,7 +155,7 @@ def replace(model: DenseModel, parts: tuple[str, ...]) -> None:
             here = int(num_keys[0])
             return attend(packed[:, :num_heads], keys[:here], values[:here], scale)
 
-        kernels.paged_attention = paged_attention
+        attention_kernels.paged_attention = paged_attention
     if "norm" in parts:
         kernels.rms_norm = rms_norm
     if "activation" in parts:

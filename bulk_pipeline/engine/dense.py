@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from bulk_pipeline.engine import kernels
+from bulk_pipeline.engine import attention_kernels, kernels
 from bulk_pipeline.engine.adapters import LowRank
+from bulk_pipeline.engine.attention_kernels import PROMPT_TUNING, PackedRows
 from bulk_pipeline.engine.dense_weights import HALF_BYTES, DenseLayer, DenseWeights, dense_weights
-from bulk_pipeline.engine.kernels import PAGE, PROMPT_TUNING, PackedRows
 from bulk_pipeline.engine.logprobs import log_probabilities
 from bulk_pipeline.engine.sampling_slots import upload
+from bulk_pipeline.spec import PAGE_TOKENS
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEPS = ((256, 32), (1024, 64))  # up to so many rows, in steps of
@@ -224,7 +225,7 @@ class DenseModel:
             packed = self._heads(self._product(hidden, layer.qkv, layer.qkv_bias))
             self._rope(packed, index, positions, slots)
             keys, values = self._keys[index], self._values[index]
-            attended = kernels.prompt_attention(packed, keys, values, rows, weights.scale)
+            attended = attention_kernels.prompt_attention(packed, keys, values, rows, weights.scale)
             del packed
             added = self._product(attended.flatten(1), layer.o, layer.o_bias)
             added = self._mlp(layer, residual, added)
@@ -254,7 +255,9 @@ class DenseModel:
         shifts = starts.astype(np.int64) - (ends - counts)
         row_of = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + shifts[row_of]
-        slots = block_table[row_of, positions // PAGE] * PAGE + positions % PAGE
+        slots = (
+            block_table[row_of, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        )
         blocks = -(-counts // PROMPT_TUNING.queries)
         block_rows = np.repeat(np.arange(len(counts)), blocks)
         within = np.arange(len(block_rows)) - np.repeat(blocks.cumsum() - blocks, blocks)
@@ -355,7 +358,7 @@ class DenseModel:
             hidden = kernels.rms_norm(residual, added, layer.attention_norm, weights.eps)
             packed = self._heads(F.linear(hidden, layer.qkv, layer.qkv_bias))
             self._rope(packed, index, positions, slots)
-            attended = kernels.paged_attention(
+            attended = attention_kernels.paged_attention(
                 packed,
                 self._keys[index],
                 self._values[index],

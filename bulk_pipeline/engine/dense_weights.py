@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bulk_pipeline.engine.kernels import PAGE
+from bulk_pipeline.spec import PAGE_TOKENS
 
 HALF_BYTES = 2
 KINDS_WITH_RMS_HEAD_NORM = ("Qwen3ForCausalLM",)  # whatever exllamav2 does there
@@ -80,8 +80,8 @@ def dense_model_problem(model: Any, cache: Any) -> str | None:
         return f"it is spread over {len(devices)} devices"
     if type(cache) is not ExLlamaV2Cache:
         return f"its cache is quantised ({type(cache).__name__})"
-    if cache.batch_size != 1 or cache.max_seq_len % PAGE:
-        return f"its cache is not made of pages of {PAGE} tokens"
+    if cache.batch_size != 1 or cache.max_seq_len % PAGE_TOKENS:
+        return f"its cache is not made of pages of {PAGE_TOKENS} tokens"
     return _config_problem(model.config) or _module_problem(model)
 
 

@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from bulk_pipeline.engine import dense, dense_weights, kernels  # noqa: E402
+from bulk_pipeline.engine import attention_kernels, dense, dense_weights, kernels  # noqa: E402
 from bulk_pipeline.engine.adapter_files import resolve_adapter  # noqa: E402
 from bulk_pipeline.engine.adapters import LowRank, read_adapter  # noqa: E402
 from bulk_pipeline.engine.dense import (  # noqa: E402
@@ -203,7 +203,7 @@ class TestKernels:
         keys, values = (random(slots, kv_heads, size, seed=i) for i in (1, 2))
         packed = random(rows, heads + 2 * kv_heads, size)
         num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) + 1
-        found = kernels.paged_attention(
+        found = attention_kernels.paged_attention(
             packed, keys, values, table, num_keys, size**-0.5, splits, 128
         )
         for row, length in enumerate(lengths):
@@ -221,7 +221,7 @@ class TestKernels:
     @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
     def test_prompt_attention(self, shape, rows):
         heads, kv_heads, size = shape
-        queries = kernels.PROMPT_TUNING.queries
+        queries = attention_kernels.PROMPT_TUNING.queries
         starts, counts = zip(*rows, strict=True)
         width = max(start + count for start, count in rows) // PAGE + 2
         table = random_table(len(rows), width)
@@ -238,8 +238,8 @@ class TestKernels:
         shifts = [start - first for start, first in zip(starts, firsts, strict=True)]
         arrays = ([row for row, _ in blocks], [first for _, first in blocks], ends, shifts)
         there = (torch.tensor(array, dtype=torch.int32, device=DEVICE) for array in arrays)
-        found = kernels.prompt_attention(
-            packed, keys, values, kernels.PackedRows(*there, table), size**-0.5
+        found = attention_kernels.prompt_attention(
+            packed, keys, values, attention_kernels.PackedRows(*there, table), size**-0.5
         )
         for row, (start, count) in enumerate(rows):
             k, v = (
@@ -256,8 +256,8 @@ class TestKernels:
         keys[40:], values[40:] = torch.nan, torch.nan
         numbers = (torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 0, 10, 30))
         table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-        rows = kernels.PackedRows(*numbers, table)
-        found = kernels.prompt_attention(random(10, 12, 64), keys, values, rows, 0.125)
+        rows = attention_kernels.PackedRows(*numbers, table)
+        found = attention_kernels.prompt_attention(random(10, 12, 64), keys, values, rows, 0.125)
         assert found.isfinite().all()
 
     def test_what_lies_behind_a_row_does_not_matter(self):
@@ -267,7 +267,7 @@ class TestKernels:
         table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
         num_keys = torch.tensor([40], dtype=torch.int32, device=DEVICE)
         for splits in (1, 4):
-            found = kernels.paged_attention(
+            found = attention_kernels.paged_attention(
                 random(1, 8, 64), keys, values, table, num_keys, 0.125, splits, 128
             )
             assert found.isfinite().all()
@@ -440,8 +440,8 @@ def make_dense(model: torch.nn.Module, pages: int) -> DenseModel:
 
 @pytest.fixture
 def small(monkeypatch):
-    for module in (kernels, dense, dense_weights):
-        monkeypatch.setattr(module, "PAGE", MODEL_PAGE)
+    for module in (attention_kernels, kernels, dense, dense_weights):
+        monkeypatch.setattr(module, "PAGE_TOKENS", MODEL_PAGE)
 
 
 def prompts(counts: Sequence[int]) -> list[np.ndarray]:
