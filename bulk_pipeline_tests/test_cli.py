@@ -65,6 +65,18 @@ def test_run_does_the_partitions_named_and_then_the_rest(project):
     assert "6 rows" in shown
 
 
+def test_show_tells_white_space_from_nothing(project):
+    notes = ["\n\n", " \t", "", None, "two\n words"]
+    rows = [json.dumps({"text": f"{i}", "note": note}) for i, note in enumerate(notes)]
+    (project.folder / "rows" / "first.jsonl").write_text("\n".join(rows))
+    (project.folder / "rows" / "second.jsonl").unlink()
+    assert project.call("run", "data")[0] == 0
+    code, shown = project.call("show", "--columns", "note", "data")
+    assert code == 0, shown
+    cells = [line.strip("│ ") for line in shown.splitlines() if line.startswith("│")]
+    assert cells == ["note", r'"\n\n"', r'" \t"', "", "null", "two words"]
+
+
 def test_run_takes_what_is_new_in_the_source_and_says_so(project):
     code, output = project.call("run", "--until", "raw_dataset", "data")
     assert code == 0, output

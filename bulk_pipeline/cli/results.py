@@ -157,8 +157,7 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
         raise WrongUseError(
             f"--columns: no column {', '.join(missing)}; there are {', '.join(table.columns)}"
         )
-    # A line a row: white space within a value is shown as one blank.
-    shown = table.select(names).with_columns(pl.col(pl.String).str.replace_all(r"\s+", " "))
+    shown = table.select(names).with_columns(_on_a_line(pl.col(pl.String)))
     with pl.Config(
         tbl_rows=-1,
         tbl_cols=-1,
@@ -172,3 +171,12 @@ def show(module: str, rows: int, columns: str | None, dataset: str) -> None:
     by_status = ", ".join(f"{count} {status}" for status, count in counts.iter_rows())
     click.echo(f"{table.height} rows ({by_status})")
     click.echo(f"{output.root}/{dataset}/{OUTPUT}")
+
+
+def _on_a_line(text: pl.Expr) -> pl.Expr:
+    """White space within a value as one blank; a value of nothing else quoted, to be seen."""
+    escaped = text.str.replace_many(["\n", "\r", "\t"], [r"\n", r"\r", r"\t"])
+    is_blank = text.str.contains(r"^\s+$")
+    quoted = pl.format('"{}"', escaped)
+    one_line = text.str.replace_all(r"\s+", " ")
+    return pl.when(is_blank).then(quoted).otherwise(one_line).name.keep()
