@@ -13,6 +13,7 @@ from hypothesis import settings
 from bulk_pipeline_tests.toy import toy_model
 
 if TYPE_CHECKING:
+    from bulk_pipeline_tests.google import Google
     from bulk_pipeline_tests.s3 import S3
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -67,12 +68,25 @@ def exl2() -> Path:
 @pytest.fixture(scope="session")
 def s3_process() -> "Iterator[S3]":
     """An S3 server, and the environment that leads to it."""
-    from bulk_pipeline_tests.s3 import ENVIRONMENT, s3_server
+    from bulk_pipeline_tests.s3 import ENVIRONMENT, S3, running
 
-    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+    with running(S3()) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         patch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google_process() -> "Iterator[Google]":
+    """What stands in for Google Cloud Storage, and the environment that leads to it."""
+    from bulk_pipeline_tests.google import ENVIRONMENT, Google
+    from bulk_pipeline_tests.s3 import running
+
+    with running(Google()) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("GOOGLE_BASE_URL", server.url)
         yield server
 
 
@@ -81,5 +95,18 @@ def s3(s3_process: "S3") -> "Iterator[S3]":
     """The server without faults, and with no request noted."""
     s3_process.requests.clear()
     yield s3_process
-    s3_process.heeds_conditions = True
-    s3_process.before = s3_process.after = lambda method, key: None
+    s3_process.stop_faults()
+
+
+@pytest.fixture
+def google(google_process: "Google") -> "Iterator[Google]":
+    """The same."""
+    google_process.requests.clear()
+    yield google_process
+    google_process.stop_faults()
+
+
+@pytest.fixture(params=["s3", "google"])
+def server(request: pytest.FixtureRequest) -> "S3":
+    """A server of each kind."""
+    return request.getfixturevalue(request.param)

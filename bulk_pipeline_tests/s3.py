@@ -19,6 +19,15 @@ ENVIRONMENT = {
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_REGION": "us-east-1",
 }
+CODES = {
+    401: "Unauthenticated",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    412: "PreconditionFailed",
+    429: "SlowDown",
+    500: "InternalError",
+    503: "SlowDown",
+}
 # Called with method and key before a request counts; what it returns is the answer's status.
 Fault = Callable[[str, str], int | None]
 
@@ -42,6 +51,8 @@ class S3:
         Answer in place of the server: without doing what was asked, and after it was done.
     heeds_conditions
         Whether it looks at If-Match and If-None-Match, as old servers do not.
+    scheme
+        How URLs of its buckets begin.
     """
 
     url: str = ""
@@ -49,6 +60,7 @@ class S3:
     before: Fault = lambda method, key: None
     after: Fault = lambda method, key: None
     heeds_conditions: bool = True
+    scheme: str = "s3"
 
     def __post_init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -63,12 +75,22 @@ class S3:
         self.requests.append((method, key, environ["QUERY_STRING"]))
         if status := self.before(method, key):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            return _answer(start_response, status)
+            return answer(start_response, status)
         with self._lock:
-            body = list(self._app(environ, start_response))
+            body = self._serve(environ, start_response)
         if status := self.after(method, key):
-            return _answer(start_response, status)
+            return answer(start_response, status)
         return body
+
+    def _serve(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
+        return list(self._app(environ, start_response))
+
+    def stop_faults(self) -> None:
+        """Go on as a server that works."""
+        self.heeds_conditions = True
+        self.before = self.after = lambda method, key: None
 
     def counts(self, key_part: str = "") -> dict[str, int]:
         """How many requests of each method there were about keys with a text in them."""
@@ -84,7 +106,7 @@ class S3:
         """The URL of a bucket of its own, for one test."""
         name = f"test-{uuid.uuid4().hex[:12]}"
         self.client().create_bucket(Bucket=name)
-        return f"s3://{name}"
+        return f"{self.scheme}://{name}"
 
     def fill(self, bucket_url: str, keys: Iterable[str], data: bytes = b"") -> None:
         """Put objects without a request for each."""
@@ -98,17 +120,17 @@ class S3:
         return [each["Key"] for page in pages for each in page.get("Contents", [])]
 
 
-def _answer(start_response: Callable[..., Any], status: int) -> Iterable[bytes]:
-    code = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}[status]
+def answer(start_response: Callable[..., Any], status: int) -> Iterable[bytes]:
+    """A failure, as the server words it."""
+    code = CODES[status]
     body = f"<Error><Code>{code}</Code></Error>".encode()
     start_response(f"{status} {code}", [("Content-Length", str(len(body)))])
     return [body]
 
 
 @contextmanager
-def s3_server() -> Iterator[S3]:
+def running(server: S3) -> Iterator[S3]:
     """Run a server in a thread of this process."""
-    server = S3()
     http = make_server("127.0.0.1", 0, server, threaded=True, request_handler=_Quiet)
     server.url = f"http://127.0.0.1:{http.server_port}"
     thread = threading.Thread(target=http.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""The whole way with its tables on s3://, killed and resumed, and two runs at once."""
+"""The whole way with its tables on s3:// and gs://, killed and resumed, and two runs at once."""
 
 import json
 import re
@@ -43,10 +43,12 @@ POINTS = [
     "journal delete:1",
     "output.jsonl upload:1",
 ]
+GOOGLE_POINTS = ["manifest uploaded:6", "part uploaded:2", "commit:5", "delete part:1"]
+RUNS = [("s3", point) for point in POINTS] + [("google", point) for point in GOOGLE_POINTS]
 
 
 @pytest.fixture(scope="module")
-def crashes(s3_process: S3) -> Iterator[Crashes]:
+def crashes(s3_process: S3, google_process: S3) -> Iterator[Crashes]:
     with Crashes() as crashes:
         yield crashes
 
@@ -69,10 +71,10 @@ def real_spec(root: str, model: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def new_root(s3: S3, texts: list[str] = TEXTS) -> str:
+def new_root(server: S3, texts: list[str] = TEXTS) -> str:
     """A bucket with rows in it."""
-    root = s3.new_bucket()
-    s3.fill(
+    root = server.new_bucket()
+    server.fill(
         root, ["in/rows.jsonl"], "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
     )
     return root
@@ -100,11 +102,12 @@ def local_tables(crashes, toy_float64, tmp_path_factory) -> dict[str, Any]:
     return stable_tables(spec)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("kind", "point"), RUNS)
 def test_a_run_that_is_killed_is_finished_by_the_next(
-    crashes, s3, toy_float64, local_tables, tmp_path, point
+    crashes, request, toy_float64, local_tables, tmp_path, kind, point
 ):
-    root = new_root(s3)
+    server = request.getfixturevalue(kind)
+    root = new_root(server)
     spec = real_spec(root, toy_float64)
     assert crashes.run(spec, fault=f"{point}:KILL", folder=str(tmp_path))["signal"] == 9
     resumed = crashes.run(spec, folder=str(tmp_path))
@@ -113,7 +116,7 @@ def test_a_run_that_is_killed_is_finished_by_the_next(
     counts = Counter((tmp_path / "finished").read_text().split())
     assert len(counts) == NUM_ROWS
     assert counts.total() - NUM_ROWS <= FLUSH_ROWS
-    left = [key for key in s3.keys(root) if "/.tmp-" in key or key.endswith(JOURNAL)]
+    left = [key for key in server.keys(root) if "/.tmp-" in key or key.endswith(JOURNAL)]
     assert left == []
 
 
@@ -134,9 +137,9 @@ def test_a_row_that_kills_the_process_is_found_out(crashes, s3, toy_float64, tmp
 
 
 def test_the_whole_way_through_dagster_is_as_on_a_local_disk(
-    s3, toy_float64, local_tables, tmp_path
+    server, toy_float64, local_tables, tmp_path
 ):
-    root = new_root(s3)
+    root = new_root(server)
     spec = real_spec(root, toy_float64)
     defs = build_bulk_inference_defs(spec, tmp_path)
     with dg.DagsterInstance.ephemeral() as instance:
@@ -155,15 +158,17 @@ def test_the_whole_way_through_dagster_is_as_on_a_local_disk(
     assert materialized["path_report"].value.startswith(f"{root}/tables/")
     answers = scan_table(f"{root}/tables", "data").collect()
     assert answers["text"].to_list() == TEXTS
-    kept = {key.rpartition("/")[2] for key in s3.keys(root) if key.startswith("tables/data/output")}
+    kept = {
+        key.rpartition("/")[2] for key in server.keys(root) if key.startswith("tables/data/output")
+    }
     assert {"manifest.json", "output.jsonl", "report.html"} <= kept
 
 
 # --- two runs at once ----------------------------------------------------------------------------
 
 
-def test_of_two_runs_at_once_the_later_goes_on_and_nothing_is_lost(s3):
-    spec = make_spec(s3.new_bucket(), output={"flush_rows": 2})
+def test_of_two_runs_at_once_the_later_goes_on_and_nothing_is_lost(server):
+    spec = make_spec(server.new_bucket(), output={"flush_rows": 2})
     store = make_store(spec)
     write_prompts(store, [make_prompt(i) for i in range(9)])
     later = EchoGenerator()

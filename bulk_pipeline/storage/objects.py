@@ -35,6 +35,10 @@ NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist|ContainerNotFound", 
 STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 CODE = re.compile(r"<Code>(\w+)</Code>")
 METADATA_HOST = "169.254.169.254"  # asked for credentials where there are none
+S3_SCHEMES = ("s3", "s3a")
+S3_KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+AZURE_KEYS = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+CREDENTIALS = {"gs": "GOOGLE_APPLICATION_CREDENTIALS"} | dict.fromkeys(S3_SCHEMES, S3_KEYS)
 REGION_HINTS = ("redirect", "PermanentRedirect", "AuthorizationHeaderMalformed")
 
 Version = dict[str, str]  # what tells two states of an object apart: e_tag, version or both
@@ -75,9 +79,10 @@ def _reason(url: str, error: Exception) -> str:
         bucket = url.partition("://")[2].partition("/")[0]
         return f"there is no bucket {bucket}; make it, or correct the URL or the endpoint"
     if METADATA_HOST in text or isinstance(error, UnauthenticatedError):
+        names = CREDENTIALS.get(url.partition("://")[0], AZURE_KEYS)
         return (
             f"no valid credentials ({told or 'none found'}); set them in the environment, such as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give storage_options"
+            f"{names}, or give storage_options"
         )
     if isinstance(error, PermissionDeniedError) or told.startswith("403"):
         return (
@@ -376,7 +381,7 @@ class ObjectStorage(AbstractFileSystem):
             except NotSupportedError:
                 pass
             except BaseError as error:
-                raise StorageError(f"{self.url(path)}: {_reason(path, error)}") from None
+                raise StorageError(f"{self.url(path)}: {_reason(self.url(path), error)}") from None
             raise StorageError(
                 f"{self.url(path)}: the server takes no notice of conditions on a PUT "
                 "(If-None-Match, If-Match), so that two writers cannot be kept apart; update it or "
@@ -407,7 +412,7 @@ def _obstore_options(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     if retry := options.get("retry_config"):
         backoff = retry.get("backoff", {})
         options["retry_config"] = _with_times(retry | {"backoff": _with_times(backoff)})
-    if scheme not in ("s3", "s3a"):
+    if scheme not in S3_SCHEMES:
         return options
     endpoint = options.get("endpoint") or options.get("endpoint_url")
     endpoint = (

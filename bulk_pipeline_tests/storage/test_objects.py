@@ -1,4 +1,7 @@
-"""Object storage: conditions, retries, listings and messages, against moto's S3 server."""
+"""Object storage: conditions, retries, listings and messages, against moto's S3 server.
+
+Also what stands before it in place of Google's, where the requests are others.
+"""
 
 import io
 import os
@@ -29,8 +32,8 @@ QUICK = {"retry_config": {"max_retries": 2, "backoff": {"init_backoff": 0.01}}}
 
 
 @pytest.fixture
-def storage(s3: S3) -> ObjectStorage:
-    return ObjectStorage("s3", **QUICK)
+def storage(server: S3) -> ObjectStorage:
+    return ObjectStorage(server.scheme, **QUICK)
 
 
 def write_part(writer: PartitionWriter, *indices: int):
@@ -59,10 +62,13 @@ def once(status: int, method: str, key_part: str = ""):
 # --- conditions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["s3", "memory"])
-def test_an_object_is_replaced_only_as_it_was_seen(kind, s3, tmp_path):
-    root = s3.new_bucket() if kind == "s3" else f"memory://{tmp_path.name}"
-    storage, path = ObjectStorage(kind), f"{root}/a"
+@pytest.mark.parametrize("kind", ["s3", "google", "memory"])
+def test_an_object_is_replaced_only_as_it_was_seen(kind, request, tmp_path):
+    if kind == "memory":
+        root = f"memory://{tmp_path.name}"
+    else:
+        root = request.getfixturevalue(kind).new_bucket()
+    storage, path = ObjectStorage(root.partition(":")[0]), f"{root}/a"
     first = storage.replace(path, b"first", None)
     with pytest.raises(ChangedError):
         storage.replace(path, b"again", None)
@@ -76,38 +82,38 @@ def test_an_object_is_replaced_only_as_it_was_seen(kind, s3, tmp_path):
     assert not storage.exists(path)
 
 
-def test_a_put_whose_answer_got_lost_counts(s3, storage):
-    path = f"{s3.new_bucket()}/a"
-    s3.after = once(500, "PUT")
+def test_a_put_whose_answer_got_lost_counts(server, storage):
+    path = f"{server.new_bucket()}/a"
+    server.after = once(500, "PUT")
     seen = storage.replace(path, b"first", None)
-    s3.after = once(500, "PUT")
+    server.after = once(500, "PUT")
     seen = storage.replace(path, b"second", seen)
     assert storage.read_version(path) == (b"second", seen)
 
 
-def test_a_put_that_failed_while_another_succeeded_does_not_count(s3, storage):
-    bucket = s3.new_bucket()
+def test_a_put_that_failed_while_another_succeeded_does_not_count(server, storage):
+    bucket = server.new_bucket()
 
     def other_is_first(method: str, key: str) -> int | None:
-        if method != "PUT" or b"other" in s3.client().list_objects_v2(Bucket=bucket[5:]).get(
+        if method != "PUT" or b"other" in server.client().list_objects_v2(Bucket=bucket[5:]).get(
             "x", b""
         ):
             return None
-        s3.fill(bucket, ["a"], b"other")
+        server.fill(bucket, ["a"], b"other")
         return 500
 
-    s3.before = other_is_first
+    server.before = other_is_first
     with pytest.raises(ChangedError):
         storage.replace(f"{bucket}/a", b"ours", None)
     assert storage.cat_file(f"{bucket}/a") == b"other"
 
 
-def test_a_server_that_does_not_heed_conditions_is_refused(s3):
-    s3.heeds_conditions = False
-    store = Store(f"{s3.new_bucket()}/tables", "data", {"region": "us-east-1"})
+def test_a_server_that_does_not_heed_conditions_is_refused(server):
+    server.heeds_conditions = False
+    store = Store(f"{server.new_bucket()}/tables", "data", QUICK)
     message = (
-        r"s3://test-\w+/tables/data/raw_dataset/all/manifest\.json: the server takes no notice of "
-        r"conditions on a PUT .* use another"
+        r"(s3|gs)://test-\w+/tables/data/raw_dataset/all/manifest\.json: the server takes no "
+        r"notice of conditions on a PUT .* use another"
     )
     with pytest.raises(StorageError, match=message), store.partition(RAW_DATASET, "all").writer():
         pass
@@ -133,8 +139,8 @@ def overtake(partition: Partition, then) -> None:
     ],
     ids=["commits", "reads what was cleared away", "clears away"],
 )
-def test_a_writer_that_was_overtaken_fails_with_one_line_and_harms_nothing(s3, then):
-    partition = Store(s3.new_bucket(), "data").partition(RAW_DATASET, "all")
+def test_a_writer_that_was_overtaken_fails_with_one_line_and_harms_nothing(server, then):
+    partition = Store(server.new_bucket(), "data").partition(RAW_DATASET, "all")
     commit(partition, 0)
     message = "data/raw_dataset/all is being written by a run on .*; wait for it or stop it"
     with pytest.raises(RuntimeError, match=message):
@@ -144,8 +150,8 @@ def test_a_writer_that_was_overtaken_fails_with_one_line_and_harms_nothing(s3, t
     assert indices(partition) == [3]
 
 
-def test_of_many_writers_at_once_each_commit_is_whole(s3):
-    root, barrier = s3.new_bucket(), threading.Barrier(4)
+def test_of_many_writers_at_once_each_commit_is_whole(server):
+    root, barrier = server.new_bucket(), threading.Barrier(4)
 
     def write(number: int) -> dict[int, list[int]]:
         """What was committed, by epoch."""
@@ -190,8 +196,8 @@ def test_keys_that_two_machines_give_at_once_are_all_kept(s3):
 # --- retries and messages ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_what_passes_is_tried_again(s3, status):
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_passes_is_tried_again(server, status):
     failed: set[tuple[str, str]] = set()
 
     def each_once(method: str, key: str) -> int | None:
@@ -201,17 +207,17 @@ def test_what_passes_is_tried_again(s3, status):
         failed.add(kind)
         return status
 
-    partition = Store(s3.new_bucket(), "data", QUICK).partition(RAW_DATASET, "all")
-    s3.before = each_once
+    partition = Store(server.new_bucket(), "data", QUICK).partition(RAW_DATASET, "all")
+    server.before = each_once
     commit(partition, 0)
     commit(partition, 1, 2)
     assert indices(partition) == [1, 2]
     assert {method for method, _ in failed} >= {"GET", "PUT", "HEAD"}
 
 
-def test_refused_access_is_one_line(s3):
-    root = s3.new_bucket()
-    s3.before = lambda method, key: 403
+def test_refused_access_is_one_line(server):
+    root = server.new_bucket()
+    server.before = lambda method, key: 403
     message = rf"^{root}/data/x\.json: access was refused \(403 Forbidden AccessDenied\); the cred"
     with pytest.raises(StorageError, match=message) as error:
         Store(root, "data").read_json("x.json")
@@ -220,9 +226,27 @@ def test_refused_access_is_one_line(s3):
         Store(root, "data").partition_keys(OUTPUT)
 
 
-def test_a_missing_bucket_is_no_empty_table(s3):
-    store = Store("s3://nowhere-at-all/tables", "data")
-    message = r"s3://nowhere-at-all/tables/.*: there is no bucket nowhere-at-all; make it, or corr"
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        ("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("google", "GOOGLE_APPLICATION_CREDENTIALS"),
+    ],
+)
+def test_credentials_that_do_not_count_are_named_as_the_server_wants_them(kind, variables, request):
+    server = request.getfixturevalue(kind)
+    root = server.new_bucket()
+    server.before = lambda method, key: 401
+    message = rf"/data/x\.json: no valid credentials \(401 .*\); .* such as {variables}, or give"
+    with pytest.raises(StorageError, match=message):
+        Store(root, "data").read_json("x.json")
+
+
+def test_a_missing_bucket_is_no_empty_table(server):
+    store = Store(f"{server.scheme}://nowhere-at-all/tables", "data")
+    message = (
+        r"(s3|gs)://nowhere-at-all/tables/.*: there is no bucket nowhere-at-all; make it, or corr"
+    )
     with pytest.raises(StorageError, match=message):
         store.partition(RAW_DATASET, "all").manifest()
     with pytest.raises(StorageError, match=message):
@@ -262,21 +286,23 @@ def test_a_root_of_another_kind_is_refused():
 # --- listings and requests -----------------------------------------------------------------------
 
 
-def test_a_partition_of_many_parts_is_looked_at_a_thousand_names_a_request(s3):
-    root = s3.new_bucket()
+def test_a_partition_of_many_parts_is_looked_at_a_thousand_names_a_request(server):
+    root = server.new_bucket()
     partition = Store(root, "data").partition(RAW_DATASET, "all")
     with partition.writer() as writer:
         part = write_part(writer, 0)
         copies = [part.model_copy(update={"name": f"part-{i:05}.parquet"}) for i in range(2500)]
-        data = s3.client().get_object(Bucket=root[5:], Key=f"data/raw_dataset/all/{part.name}")
-        s3.fill(root, [f"data/raw_dataset/all/{c.name}" for c in copies], data["Body"].read())
+        data = server.client().get_object(Bucket=root[5:], Key=f"data/raw_dataset/all/{part.name}")
+        server.fill(root, [f"data/raw_dataset/all/{c.name}" for c in copies], data["Body"].read())
         writer.commit(copies, complete=True)
-    s3.requests.clear()
+    server.requests.clear()
     with partition.writer() as writer:
         assert len(writer.manifest.parts) == 2500
         assert (writer.lost, writer.set_aside) == ([], [f"{partition.path}/_set_aside/{part.name}"])
-    assert "HEAD" not in s3.counts() or s3.counts()["HEAD"] == 0
-    lists = [query for method, _, query in s3.requests if method == "GET" and "list-type" in query]
+    assert "HEAD" not in server.counts() or server.counts()["HEAD"] == 0
+    lists = [
+        query for method, _, query in server.requests if method == "GET" and "list-type" in query
+    ]
     assert len(lists) == 3
 
 
@@ -289,35 +315,35 @@ def test_partitions_are_listed_beyond_a_thousand(s3):
     assert s3.counts() == {"GET": 2}
 
 
-def test_the_requests_of_a_commit_are_few(s3):
-    partition = Store(s3.new_bucket(), "data").partition(RAW_DATASET, "all")
+def test_the_requests_of_a_commit_are_few(server):
+    partition = Store(server.new_bucket(), "data").partition(RAW_DATASET, "all")
     commit(partition, 0)  # with two requests that try the server's conditions
-    s3.requests.clear()
+    server.requests.clear()
     with partition.writer() as writer:
-        assert s3.counts() == {"GET": 2, "PUT": 1}  # the manifest and a listing; the epoch
+        assert server.counts() == {"GET": 2, "PUT": 1}  # the manifest and a listing; the epoch
         part = write_part(writer, 1)
-        assert s3.counts() == {"GET": 2, "PUT": 2}
+        assert server.counts() == {"GET": 2, "PUT": 2}
         writer.commit([*writer.manifest.parts, part], complete=True)
-        assert s3.counts() == {"GET": 2, "PUT": 3}
-    s3.requests.clear()
+        assert server.counts() == {"GET": 2, "PUT": 3}
+    server.requests.clear()
     partition.manifest()
-    assert s3.counts() == {"GET": 1}
+    assert server.counts() == {"GET": 1}
 
 
-def test_a_large_part_arrives_in_pieces_or_not_at_all(s3, storage):
-    root = s3.new_bucket()
+def test_a_large_part_arrives_in_pieces_or_not_at_all(server, storage):
+    root = server.new_bucket()
     data = os.urandom(12 << 20)
     storage.upload(f"{root}/whole", io.BytesIO(data))
     assert storage.cat_file(f"{root}/whole") == data
     assert storage.cat_file(f"{root}/whole", 6 << 20, (6 << 20) + 9) == data[6 << 20 :][:9]
-    s3.before = lambda method, key: 403 if method == "PUT" and "torn" in key else None
+    server.before = lambda method, key: 403 if method == "PUT" and "torn" in key else None
     with pytest.raises(StorageError, match="access was refused"):
         storage.upload(f"{root}/torn", io.BytesIO(data))
-    assert s3.keys(root) == ["whole"]
+    assert server.keys(root) == ["whole"]
 
 
-def test_a_table_is_scanned_lazily(s3):
-    root = s3.new_bucket()
+def test_a_table_is_scanned_lazily(server):
+    root = server.new_bucket()
     store = Store(root, "data")
     for number, key in enumerate(("a", "b")):
         commit(store.partition(OUTPUT, key), number, number + 10)
