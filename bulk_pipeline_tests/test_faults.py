@@ -305,6 +305,30 @@ def read_only_from_the_first_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "replace", replace_one)
 
 
+@pytest.mark.parametrize("kind", ["part-", ".tmp-"])
+def test_a_disk_that_refuses_to_delete_is_named(tmp_path, monkeypatch, kind):
+    spec = make_spec(tmp_path, output={"flush_rows": 2})
+    store = make_store(spec)
+    prompts = [make_prompt(i) for i in range(9)]
+    write_prompts(store, prompts)
+    complete_partition(spec, store, KEY, EchoGenerator, "model")
+    write_prompts(store, prompts[::-1], renumber=True)
+    rm_file = LocalFileSystem.rm_file
+
+    def refuse(fs: LocalFileSystem, path: str) -> None:
+        if "/completions/" in path and path.rpartition("/")[2].startswith(kind):
+            raise OSError(errno.EROFS, "Read-only file system")
+        rm_file(fs, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "rm_file", refuse)
+        message = rf"completions/all/{kind}.*\.parquet: the disk cannot be written; make"
+        with pytest.raises(OSError, match=message):
+            complete_partition(spec, store, KEY, EchoGenerator, "model")
+    complete_partition(spec, store, KEY, EchoGenerator, "model")
+    assert len(read_rows(store, COMPLETIONS)) == 9
+
+
 @pytest.mark.parametrize("table", [COMPLETIONS])
 def test_a_part_truncated_anywhere_is_set_aside_and_made_again(tmp_path, table):
     spec = make_spec(tmp_path, output={"flush_rows": 2})

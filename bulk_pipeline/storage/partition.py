@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bulk_pipeline.storage.atomic_files import disk_errors
 from bulk_pipeline.storage.manifest import MANIFEST, Manifest, Part, parse_manifest
 from bulk_pipeline.storage.merge import merge_parts
 from bulk_pipeline.storage.objects import StorageError
@@ -128,8 +129,10 @@ class Partition:
 
     def delete(self, name: str) -> None:
         """Delete a file of the partition, if it is there."""
+        path = f"{self.path}/{name}"
         try:
-            self.store.fs.rm_file(f"{self.path}/{name}")
+            with disk_errors(path):
+                self.store.fs.rm_file(path)
         except FileNotFoundError:
             pass
 
