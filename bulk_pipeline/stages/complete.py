@@ -178,11 +178,9 @@ def begin_slices(store: Store, key: str, redo: Literal["none", "all"] | Collecti
     """Begin a redo of a partition before its slices are answered, which then know of it."""
     if set(redo if not isinstance(redo, str) else [redo]) <= {"none"}:
         return
-    with store.partition(COMPLETIONS, key).writer() as writer:
-        if begin_redo(writer, redo)[1]:
-            drop_slices(store, key)
-            with closing(Journal(writer.partition)) as journal:
-                journal.forget(list(journal.failures))
+    partition = store.partition(COMPLETIONS, key)
+    with partition.writer() as writer, closing(Journal(partition)) as journal:
+        begin_redo(writer, journal, redo)
 
 
 def _run(job: Job, sink: PartSink, get_generator: Callable[[], Generator]) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from bulk_pipeline.stages.stored import (
     StoredAnswers,
     begin_redo,
     copy_answers,
-    drop_slices,
     reasons,
     rows_with_answers,
     slices_of,
@@ -113,10 +112,7 @@ class Job:
 
     def begin(self, redo: Literal["none", "all"] | Collection[str]) -> None:
         """Begin a redo, or go on with one."""
-        self._redo, begins = begin_redo(self.writer, redo)
-        if begins:
-            self.journal.forget(list(self.journal.failures))
-            drop_slices(self.prompts.store, self.prompts.key)
+        self._redo = begin_redo(self.writer, self.journal, redo)
 
     def take_from_slices(self) -> None:
         """Take over what the slices of the partition answered, and what failed in them."""

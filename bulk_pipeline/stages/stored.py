@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from bulk_pipeline.engine.request import Status, serves
+from bulk_pipeline.stages.journal import Journal
 from bulk_pipeline.stages.wanted import WantedRequests, answers_hash, key_halves, row_hashes
 from bulk_pipeline.storage.manifest import Manifest, Part
 from bulk_pipeline.storage.partition import Partition
@@ -55,8 +56,10 @@ def check_redo(asked: Collection[str]) -> None:
         )
 
 
-def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Redo | None, bool]:
-    """What is to be made anew, and whether that begins now.
+def begin_redo(
+    writer: PartitionWriter, journal: Journal, redo: str | Collection[str]
+) -> Redo | None:
+    """What is to be made anew; where that begins now, failures and slices count no longer.
 
     It is written down in the manifest until the partition is complete, so that a redo that was
     interrupted goes on where it was; asking for the same again continues it, and so does asking
@@ -71,11 +74,14 @@ def begin_redo(writer: PartitionWriter, redo: str | Collection[str]) -> tuple[Re
     check_redo(asked)
     pending = pending_redo(writer.manifest)
     if asked in ((), ("none",)) or (pending and pending.statuses == asked):
-        return pending, False
+        return pending
+    # Before it is begun: a run that goes on with it would take the slices' answers for new ones.
+    drop_slices(writer.partition.store, writer.partition.key)
+    journal.forget(list(journal.failures))
     parts = [part.name for part in writer.manifest.stored]
     meta = writer.manifest.meta | {"redo": {"statuses": list(asked), "parts": parts}}
     writer.commit(writer.manifest.parts, complete=False, meta=meta)
-    return Redo(asked, frozenset(parts)), True
+    return Redo(asked, frozenset(parts))
 
 
 def pending_redo(manifest: Manifest) -> Redo | None:

@@ -15,6 +15,7 @@ from bulk_pipeline.stages.complete import begin_slices, complete_partition, comp
 from bulk_pipeline.stages.format import format_partition
 from bulk_pipeline.stages.generator_protocol import Generator
 from bulk_pipeline.stages.ingest import ingest_partition
+from bulk_pipeline.stages.journal import Journal
 from bulk_pipeline.stages.stage_report import StageReport
 from bulk_pipeline.stages.stored import MAX_ATTEMPTS
 from bulk_pipeline.status import RUNNING, STOPPED, read_status
@@ -222,6 +223,23 @@ def test_a_redo_is_done_in_slices_and_goes_on(spec, store):
     assert len(generator.requests) == 20
     finish(spec, store, redo=["all"])
     assert finish(spec, store).metadata["requests_run"] == 0
+
+
+def test_a_redo_that_broke_off_as_it_began_takes_no_earlier_answers(spec, store, monkeypatch):
+    write_prompts(store, [make_prompt(i) for i in range(20)])
+    finish(spec, store, EchoGenerator())
+    answer(spec, store, 1, 2)
+
+    def interrupt(journal: Journal, keys: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "forget", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            finish(spec, store, EchoGenerator(), redo="all")
+    generator = EchoGenerator()
+    finish(spec, store, generator, redo="all")
+    assert len(generator.requests) == 20
 
 
 def test_errors_of_slices_count_as_tried(spec, store):
