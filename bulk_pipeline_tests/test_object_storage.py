@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +206,34 @@ def test_the_requests_of_a_run_are_as_the_page_says(s3):
     parts = [key for method, key, _ in s3.requests if method == "PUT" and "/part-" in key]
     assert len(parts) == flushes + 1  # and the sorted one
     assert s3.counts("manifest.json")["PUT"] <= flushes + 4
+
+
+def test_many_partitions_are_looked_at_for_answers_at_the_same_time(s3):
+    spec = make_spec(s3.new_bucket())
+    store = make_store(spec)
+    for i in range(20):
+        write_prompts(store, [make_prompt(i)], key=f"p{i:02}", renumber=True)
+        complete_partition(spec, store, f"p{i:02}", EchoGenerator, "model")
+    write_prompts(store, [make_prompt(i) for i in (19, 3, 50)], renumber=True)
+    asked: list[str] = []
+    enough, in_time = threading.Event(), []
+
+    def wait_for_others(method: str, key: str) -> None:
+        if key.endswith("/manifest.json") and "/completions/p" in key:
+            asked.append(key)
+            if len(asked) >= 8:
+                enough.set()
+            in_time.append(enough.wait(10))
+            enough.set()
+
+    s3.before = wait_for_others
+    generator = EchoGenerator()
+    report = complete_partition(spec, store, KEY, lambda: generator, "model")
+    assert all(in_time)
+    assert report.metadata["requests_copied"] == 2
+    assert [request.input_ids[-1] for request in generator.requests] == [50]
+    completions = [row["completion"] for row in read_rows(store, COMPLETIONS)]
+    assert completions == ["1 2 3 19", "1 2 3 3", "1 2 3 50"]
 
 
 # --- the command line ----------------------------------------------------------------------------

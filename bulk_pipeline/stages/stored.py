@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from bulk_pipeline.storage.manifest import Manifest, Part
 from bulk_pipeline.storage.partition import Partition
 from bulk_pipeline.storage.partition_writer import PartitionWriter
 from bulk_pipeline.storage.schemas import COMPLETIONS, COMPLETIONS_SCHEMA
-from bulk_pipeline.storage.store import Store
+from bulk_pipeline.storage.store import READERS, Store
 
 MAX_ATTEMPTS = 3  # an error is unfinished work until it has failed this often
 READ_ROWS = 8192
@@ -401,7 +402,7 @@ def copy_answers(
 ) -> int:
     """Copy answers to the requests that `known` has none for; their number.
 
-    Holds a batch of rows at a time.
+    Holds a batch of rows at a time, and one of keys of each partition that is looked at.
 
     Parameters
     ----------
@@ -409,7 +410,7 @@ def copy_answers(
         Whether requests that failed are copied too, so that their attempts count.
     """
     num_copied, missing = 0, known.missing()
-    for other, redo in sources:
+    for other, redo in _may_answer(sources, writer.partition.store, wanted, missing):
         if not missing.any():
             break
         try:
@@ -427,6 +428,40 @@ def copy_answers(
         except (ValueError, FileNotFoundError) as error:  # it is being written, or is damaged
             log.warning("answers of partition %s are not looked at: %s", other.label, error)
     return num_copied
+
+
+def _may_answer(
+    sources: Iterable[Source], store: Store, wanted: WantedRequests, missing: np.ndarray
+) -> Iterator[Source]:
+    """The sources, in order; on object storage only those with a key of a missing request.
+
+    There it looks at some at the same time, at the keys alone: most have none, and each request
+    takes its time. `missing` may change meanwhile.
+    """
+    if store.is_local:
+        yield from sources
+        return
+
+    def has_key(source: Source) -> bool:
+        try:
+            return _has_missing(source[0], wanted, missing)
+        except (ValueError, FileNotFoundError):
+            return True  # whoever reads it says what is wrong
+
+    left = iter(sources)
+    while missing.any() and (some := list(islice(left, READERS))):
+        yield from compress(some, store.read_many(has_key, some))
+
+
+def _has_missing(other: Partition, wanted: WantedRequests, missing: np.ndarray) -> bool:
+    """Whether something is stored under the key of a missing request."""
+    manifest = other.manifest()
+    for part in manifest.stored if manifest else []:
+        for batch in other.read_part(part, ["request_key"], READ_ROWS):
+            keys = batch.column("request_key").drop_null().to_pylist()
+            if missing[wanted.numbers_of(keys)].any():
+                return True
+    return False
 
 
 def drop_slices(store: Store, key: str) -> None:

@@ -1,4 +1,5 @@
 import errno
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -429,8 +430,10 @@ def test_a_retried_error_and_changed_sampling_are_told_apart(spec, store):
 # --- other partitions ----------------------------------------------------------------------------
 
 
-def test_answers_are_found_in_other_partitions(spec, store):
+def test_answers_are_found_in_other_partitions(any_root):
     """By file, then by rows: the same prompts in other partitions, and one new."""
+    spec = make_spec(any_root)
+    store = make_store(spec)
     for key, places in (("a", range(3)), ("b", range(3, 8))):
         write_prompts(store, [make_prompt(i) for i in places], key=key, renumber=True)
         complete_partition(spec, store, key, EchoGenerator, "model")
@@ -446,7 +449,9 @@ def test_answers_are_found_in_other_partitions(spec, store):
     assert [request.input_ids[-1] for request in rest.requests] == [8]
 
 
-def test_errors_are_not_taken_from_other_partitions_nor_anything_into_a_redo(spec, store):
+def test_errors_are_not_taken_from_other_partitions_nor_anything_into_a_redo(any_root):
+    spec = make_spec(any_root)
+    store = make_store(spec)
     write_prompts(store, [make_prompt(i) for i in range(2)], key="a")
     for _ in range(MAX_ATTEMPTS):
         complete_partition(spec, store, "a", lambda: EchoGenerator(errors_at=[1]), "model")
@@ -455,12 +460,33 @@ def test_errors_are_not_taken_from_other_partitions_nor_anything_into_a_redo(spe
     assert complete(spec, store, redo="all").metadata["requests_run"] == 2
 
 
-def test_a_damaged_partition_is_passed_over(spec, store):
+def test_a_damaged_partition_is_passed_over(any_root):
+    spec = make_spec(any_root)
+    store = make_store(spec)
     write_prompts(store, [make_prompt(0)], key="a")
     complete_partition(spec, store, "a", EchoGenerator, "model")
     store.fs.pipe_file(f"{store.path}/completions/a/manifest.json", b"{")
+    write_prompts(store, [make_prompt(1)], key="b", renumber=True)
+    complete_partition(spec, store, "b", EchoGenerator, "model")
+    write_prompts(store, [make_prompt(0), make_prompt(1)], renumber=True)
+    report = complete(spec, store)
+    assert report.metadata["requests_run"] == report.metadata["requests_copied"] == 1
+
+
+def test_of_answers_in_several_partitions_the_first_one_counts(any_root):
+    spec = make_spec(any_root)
+    store = make_store(spec)
+
+    class Named(EchoGenerator):
+        def _answer(self, request):
+            return replace(super()._answer(request), text=key)
+
+    for key in ("b", "a", "c"):
+        write_prompts(store, [make_prompt(0)], key=key)
+        complete_partition(spec, store, key, Named, "model", redo="all")
     write_prompts(store, [make_prompt(0)])
-    assert complete(spec, store).metadata["requests_run"] == 1
+    complete(spec, store)
+    assert [row["completion"] for row in read_rows(store, COMPLETIONS)] == ["a"]
 
 
 def test_a_request_that_the_engine_refuses_keeps_its_status(spec, store):
