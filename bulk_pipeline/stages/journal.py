@@ -52,7 +52,8 @@ class Journal:
         self.ahead = 1 if self._store.is_local else REMOTE_AHEAD
         self._in_flight: set[str] = set()
         self._file: IO[bytes] | None = None
-        self._bytes = 0
+        self._bytes = 0  # of the file on a disk
+        self._is_begun = False  # on object storage, whether there may be a journal of its own
         self.failures = sum(self._left.values(), Counter[str]())
         if self.failures and self._store.is_local:
             self._rewrite()
@@ -91,9 +92,18 @@ class Journal:
 
     def close(self) -> None:
         """End in order: nothing is in flight, only failures are kept."""
+        try:
+            self._end()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt, which must count against none here too
+            self._end()
+            raise
+
+    def _end(self) -> None:
         self._in_flight.clear()
         if not self._store.is_local:
-            if self._bytes:
+            if self._is_begun:
                 self._put_or_delete(self._path, _lines(self._left.get(self._path, {})))
             return
         try:
@@ -112,8 +122,9 @@ class Journal:
     def _note(self, lines: str, is_start: bool = False) -> None:
         if not self._store.is_local:
             if is_start:
+                self._is_begun = True  # also where this breaks off: it may have arrived
                 left = _lines(self._left.get(self._path, {}), self._in_flight)
-                self._bytes = self._put_or_delete(self._path, left)
+                self._put_or_delete(self._path, left)
             return
         if self._file is None or self._bytes > MAX_BYTES:
             self._rewrite()  # holds what is in flight
@@ -132,20 +143,19 @@ class Journal:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._bytes = os.path.getsize(self._path)
 
-    def _put_or_delete(self, path: str, lines: list[str]) -> int:
-        """Replace a journal on object storage; one that would say nothing goes. Its bytes."""
+    def _put_or_delete(self, path: str, lines: list[str]) -> None:
+        """Replace a journal on object storage; one that would say nothing goes."""
         data = "".join(lines).encode()
         if data:
             fault_point(f"{JOURNAL} upload")
             self._store.fs.pipe_file(path, data)
             fault_point(f"{JOURNAL} uploaded")
-            return len(data)
+            return
         fault_point("journal delete")
         try:
             self._store.fs.rm_file(path)
         except FileNotFoundError:
             pass
-        return 0
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -1,6 +1,9 @@
 """What a dead process left in the journal counts; what one that ended in order left does not."""
 
+import os
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -105,4 +108,63 @@ def test_a_process_that_was_overtaken_and_ends_in_order_counts_against_none():
         assert Journal(partition).failures == {A: 1}  # the later one's, were it dead now
         later.close()
     assert Journal(partition).failures == {}
+    assert find(partition) == []
+
+
+# --- interrupts, which count against none --------------------------------------------------------
+
+
+def interrupted_once(call: Callable[..., Any], *, is_done: bool) -> Callable[..., Any]:
+    """`call`, whose first time an interrupt comes before or after what it does."""
+    left = [KeyboardInterrupt()]
+
+    def interrupted(*args: Any) -> Any:
+        if not left:
+            return call(*args)
+        if is_done:
+            call(*args)
+        raise left.pop()
+
+    return interrupted
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_while_it_closes_counts_against_none(partition, monkeypatch, is_done):
+    journal = Journal(partition)
+    journal.start([A])
+    fs = partition.store.fs
+    monkeypatch.setattr(fs, "rm_file", interrupted_once(fs.rm_file, is_done=is_done))
+    with pytest.raises(KeyboardInterrupt):
+        journal.close()
+    assert Journal(partition).failures == {}
+    assert find(partition) == []
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_while_it_keeps_failures_counts_against_no_other(
+    partition, monkeypatch, is_done
+):
+    journal = Journal(partition)
+    journal.start([A, B])
+    journal.blame([A])
+    if partition.store.is_local:
+        monkeypatch.setattr(os, "replace", interrupted_once(os.replace, is_done=is_done))
+    else:
+        fs = partition.store.fs
+        monkeypatch.setattr(fs, "pipe_file", interrupted_once(fs.pipe_file, is_done=is_done))
+    with pytest.raises(KeyboardInterrupt):
+        journal.close()
+    monkeypatch.undo()
+    assert Journal(partition).failures == {A: 1}
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_an_interrupt_while_it_notes_its_first_requests_counts_against_none(monkeypatch, is_done):
+    partition = Store(f"memory://{uuid.uuid4().hex}", "data").partition(COMPLETIONS, "all")
+    journal = Journal(partition)
+    fs = partition.store.fs
+    monkeypatch.setattr(fs, "pipe_file", interrupted_once(fs.pipe_file, is_done=is_done))
+    with pytest.raises(KeyboardInterrupt):
+        journal.start([A])
+    journal.close()
     assert find(partition) == []
