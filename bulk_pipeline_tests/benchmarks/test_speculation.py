@@ -8,7 +8,7 @@ import speculation
 @pytest.mark.parametrize("work", ["edit", "few2"])
 def test_a_run_measures_with_and_without_drafts(toy, tmp_path, capsys, monkeypatch, work):
     results = tmp_path / "results.jsonl"
-    command = f"speculation.py run {toy} --device cpu --batches 1 2 --work {work} --passes 1"
+    command = f"speculation.py run {toy} --device cpu --batches 1 2 --work {work} --fills 1"
     extra = f"--max-new-tokens 40 --sampling greedy --set cache_tokens=4096 --results {results}"
     monkeypatch.setattr(sys, "argv", [*command.split(), *extra.split()])
     assert speculation.main() == 0
